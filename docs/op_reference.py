@@ -86,7 +86,8 @@ NOTES = {
     ),
     "softmax": Notes(strides="any; a mask broadcasts"),
     "cross_entropy": Notes(
-        beside="float32 weight of classes and bias beside half precision; `dtype=` any of them",
+        beside="float32 weight of classes and bias beside half precision; `loss_dtype=` any of "
+        "them",
         other="an error; int64 target",
         strides="any; a copy if classes are not adjacent",
         layout="contiguous; classes adjacent in the gradient",

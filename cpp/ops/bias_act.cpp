@@ -122,7 +122,7 @@ void run(const Tensor& x, const Tensor& bias, double scale, Activation act, cons
 /// Returns the output and, if the derivative needs only signs, one bit per element.
 struct Forward {
   static constexpr const char* kSchema =
-      "torchkiln::bias_act_forward(Tensor x, Tensor bias, float scale, str act) -> "
+      "torchkiln::_bias_act_forward(Tensor x, Tensor bias, float scale, str act) -> "
       "(Tensor, Tensor)";
 
   static Two meta(const Tensor& x, const Tensor& bias, double, Activation act) {
@@ -199,7 +199,7 @@ Two gradients_in_order(const Incoming& in, const Tensor& signs, double scale, Ac
 
 struct Op {
   static constexpr const char* kSchema =
-      "torchkiln::bias_act(Tensor x, Tensor bias, float scale=1.0, str act='relu') -> Tensor";
+      "torchkiln::bias_act(Tensor x, Tensor bias, *, float scale=1.0, str act='relu') -> Tensor";
 
   static Tensor meta(const Tensor& x, const Tensor& bias, double, Activation) {
     return checked_output(x, bias);
@@ -262,9 +262,8 @@ TORCH_LIBRARY_FRAGMENT(torchkiln, m) { define<Backward, Forward, Op>(m); }
 
 namespace torchkiln {
 
-at::Tensor bias_act(const at::Tensor& x, const at::Tensor& bias, double scale,
-                    c10::string_view act) {
-  return call<bias_act_ops::Op>(x, bias, scale, act);
+at::Tensor bias_act(const at::Tensor& x, const at::Tensor& bias, const BiasActOptions& options) {
+  return call<bias_act_ops::Op>(x, bias, options);
 }
 
 }  // namespace torchkiln

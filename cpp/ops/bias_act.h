@@ -11,8 +11,8 @@ struct Backward {
   using Wanted = std::array<bool, 2>;
 
   static constexpr const char* kSchema =
-      "torchkiln::bias_act_backward(Tensor grad, Tensor saved, Tensor? bias, float scale, str act, "
-      "ScalarType bias_dtype, bool[2] wanted) -> (Tensor, Tensor)";
+      "torchkiln::_bias_act_backward(Tensor grad, Tensor saved, Tensor? bias, float scale, "
+      "str act, ScalarType bias_dtype, bool[2] wanted) -> (Tensor, Tensor)";
 
   static std::tuple<at::Tensor, at::Tensor> meta(const at::Tensor& grad, const at::Tensor& saved,
                                                  const MaybeTensor& bias, double scale,

@@ -45,7 +45,7 @@ Tensor moments_of(const Tensor& y) {
 /// The convolution, with adjacent channels, and the moments of its results, [2 * channels + 1].
 struct PixelConv {
   static constexpr const char* kSchema =
-      "torchkiln::pixel_conv(Tensor x, Tensor weight) -> (Tensor, Tensor)";
+      "torchkiln::_pixel_conv(Tensor x, Tensor weight) -> (Tensor, Tensor)";
 
   static Two meta(const Tensor& x, const Tensor& weight) {
     check_tensors(kName, {{"x", x}, {"weight", weight}});
@@ -127,8 +127,8 @@ bool gains(const Tensor& x, int64_t out) {
 
 TORCH_LIBRARY_FRAGMENT(torchkiln, m) {
   define<PixelConv>(m);
-  m.def("torchkiln::pixel_conv_gains(Tensor x, int out) -> bool");
-  m.impl("pixel_conv_gains", c10::DispatchKey::CompositeExplicitAutograd, &gains);
+  m.def("torchkiln::_pixel_conv_gains(Tensor x, int out) -> bool");
+  m.impl("_pixel_conv_gains", c10::DispatchKey::CompositeExplicitAutograd, &gains);
 }
 
 }  // namespace torchkiln::convolution_ops

@@ -184,7 +184,7 @@ struct Gated : Schema<Act> {
 /// Writes into a tensor of the caller, for inference: no gradient.
 struct SwigluOut {
   static constexpr const char* kSchema =
-      "torchkiln::swiglu_out(Tensor gate, Tensor? up, Tensor(a!) out) -> ()";
+      "torchkiln::_swiglu_out(Tensor gate, Tensor? up, Tensor(a!) out) -> ()";
 
   static void meta(const Tensor& gate, const MaybeTensor& up, const Tensor& out) {
     check_inputs("swiglu", gate, up);

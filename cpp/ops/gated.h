@@ -36,7 +36,7 @@ namespace gated_ops {
 /// its gradient and the second is empty.
 struct GatedBackward {
   static constexpr const char* kSchema =
-      "torchkiln::gated_backward(Tensor grad, Tensor gate, Tensor? up, str act) -> "
+      "torchkiln::_gated_backward(Tensor grad, Tensor gate, Tensor? up, str act) -> "
       "(Tensor, Tensor)";
   static constexpr const char* kName = "gated_backward";
 
@@ -49,7 +49,7 @@ struct GatedBackward {
 /// The gradient of a packed tensor, and the output, which costs no further read.
 struct GatedBackwardWithOutput {
   static constexpr const char* kSchema =
-      "torchkiln::gated_backward_with_output(Tensor grad, Tensor packed, str act) -> "
+      "torchkiln::_gated_backward_with_output(Tensor grad, Tensor packed, str act) -> "
       "(Tensor, Tensor)";
   static constexpr const char* kName = "gated_backward_with_output";
 

@@ -71,7 +71,7 @@ struct Add {
 /// The gradients of a * b for a and b of the shape and dtype of grad, without broadcasting.
 struct MuladdBackward {
   static constexpr const char* kSchema =
-      "torchkiln::muladd_backward(Tensor grad, Tensor a, Tensor b) -> (Tensor, Tensor)";
+      "torchkiln::_muladd_backward(Tensor grad, Tensor a, Tensor b) -> (Tensor, Tensor)";
   static constexpr const char* kName = "muladd_backward";
 
   static Two meta(const Tensor& grad, const Tensor& a, const Tensor& b) {

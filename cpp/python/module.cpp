@@ -78,7 +78,15 @@ void bind_activations(const torchkiln::Binder& ops) {
 const char* name_of_bn_act(PyObject* const* given) {
   constexpr size_t kRunningMean = 3, kTraining = 7;
   const bool moves = given[kTraining] == Py_True && given[kRunningMean] != Py_None;
-  return moves ? "bn_act_update" : "bn_act";
+  return moves ? "_bn_act_update" : "bn_act";
+}
+
+/// Without k the second result of rope is None; the schema of an op has no such result.
+PyObject* without_missing_k(PyObject* results, PyObject* const* given) {
+  constexpr size_t kK = 1;
+  if (given[kK] != Py_None || !PyTuple_Check(results)) return results;
+  const auto found = py::reinterpret_steal<py::tuple>(results);
+  return py::make_tuple(found[0], py::none()).release().ptr();
 }
 
 }  // namespace
@@ -107,7 +115,7 @@ PYBIND11_MODULE(_C, module, py::mod_gil_not_used()) {
   ops.bind<&torchkiln::gated_rms_norm>("gated_rms_norm");
   ops.bind<&torchkiln::bn_act>("bn_act", nullptr, &name_of_bn_act);
   ops.bind<&torchkiln::group_norm>("group_norm");
-  ops.bind<&torchkiln::rope>("rope");
+  ops.bind<&torchkiln::rope>("rope", nullptr, nullptr, &without_missing_k);
   ops.bind<&torchkiln::qkv_norm_rope>("qkv_norm_rope");
   ops.bind<&torchkiln::cross_entropy>("cross_entropy");
   ops.bind<&torchkiln::linear_cross_entropy>("linear_cross_entropy");

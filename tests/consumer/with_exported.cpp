@@ -32,7 +32,7 @@ int main(int count, char** arguments) {
   const auto [layer, layer_sum] = torchkiln::add_layer_norm(x, x, {33}, weight, bias);
   const auto [rms, rms_sum] = torchkiln::add_rms_norm(x, x, {33}, weight);
   for (const at::Tensor& one : {
-           torchkiln::bias_act(x, bias, 0.5, "gelu"),
+           torchkiln::bias_act(x, bias, {0.5, "gelu"}),
            torchkiln::swiglu(x, x),
            torchkiln::geglu(x, x),
            torchkiln::geglu_tanh(x, x),
@@ -51,7 +51,7 @@ int main(int count, char** arguments) {
            torchkiln::cross_entropy(x, target),
            torchkiln::spmm(values, x.t().contiguous(), crow, col),
            torchkiln::matmul(x, matrix),
-           torchkiln::linear(x, matrix, bias, "relu"),
+           torchkiln::linear(x, matrix, bias, {"relu"}),
        })
     expected.push_back(one);
 

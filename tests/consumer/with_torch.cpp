@@ -47,7 +47,7 @@ int main() {
   const at::Tensor bias = torch::randn({33}).requires_grad_();
   const at::Tensor grad = torch::randn({17, 33});
 
-  const at::Tensor out = torchkiln::scale_bias_relu(x, bias, 0.5);
+  const at::Tensor out = torchkiln::bias_act(x, bias, {0.5});
   const at::Tensor expected = torch::relu(x * 0.5 + bias);
   const auto grads = torch::autograd::grad({out}, {x, bias}, {grad});
   const auto expected_grads = torch::autograd::grad({expected}, {x, bias}, {grad});
@@ -58,6 +58,7 @@ int main() {
                      close("gradient of x", grads[0], expected_grads[0]) &&
                      close("gradient of bias", grads[1], expected_grads[1]) &&
                      close("sum", torchkiln::add(x, bias), x + bias) &&
+                     close("gelu", torchkiln::gelu(plain), torch::gelu(plain)) &&
                      close("relu in C", relu_in_c(plain), torch::relu(plain)) &&
                      refuses("torchkiln::nothing() -> ()", "torchkiln: found no op") &&
                      refuses("torchkiln::relu(Tensor x, int n) -> Tensor",

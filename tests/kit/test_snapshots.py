@@ -38,9 +38,11 @@ from torchkiln.doctor.environment import Environment
 from torchkiln.doctor.report import examine
 from torchkiln.hub_check import Problem
 from torchkiln.hub_check.__main__ import Result
-from torchkiln.testing import Outcome
+from torchkiln.testing import SPECS, Outcome
+from torchkiln.testing.contract.compiler import exported
 from torchkiln.testing.environment import environment
 from torchkiln.testing.result import write
+from torchkiln.testing.validation import with_forms
 
 DATA = Path(__file__).parents[1] / "data"
 CPU = torch.device("cpu")
@@ -107,6 +109,18 @@ def schemas() -> Iterator[str]:
         if name.startswith("torchkiln::"):
             op, _, overload = name.partition(".")
             yield str(torch._C._get_schema(op, overload))
+
+
+def exported_helpers() -> Iterator[str]:
+    """The helpers that torch.export leaves in the graph of an op."""
+    found = set()
+    for spec in with_forms(SPECS):
+        if "export" not in spec.excluded and "cpu" in spec.devices:
+            program = exported(spec, spec.typical(CPU, torch.float32))
+            found |= {
+                str(node.target) for node in program.graph.nodes if node.op == "call_function"
+            }
+    yield from sorted(name for name in found if name.startswith("torchkiln._"))
 
 
 def state() -> Iterator[str]:
@@ -209,6 +223,7 @@ SNAPSHOTS: dict[str, Callable[[], Iterator[str]]] = {
     "names": names,
     "signatures": signatures,
     "schemas": schemas,
+    "exported": exported_helpers,
     "state_dict": state,
     "command_line": command_line,
     "json": reports,

@@ -28,7 +28,7 @@ OPTIONS = [
     {"weight": True},
     {"weight": True, "label_smoothing": 0.3, "z_loss": 0.1, "reduction": "sum"},
     {"softcap": 3.0, "z_loss": 0.02},
-    {"dtype": torch.float32, "reduction": "none"},
+    {"loss_dtype": torch.float32, "reduction": "none"},
 ]
 
 
@@ -159,9 +159,9 @@ OPTIONS = [
     {},
     {"reduction": "none"},
     {"reduction": "sum", "ignore_index": 3, "bias": True},
-    {"label_smoothing": 0.2, "z_loss": 0.01, "class_weight": True, "bias": True},
+    {"label_smoothing": 0.2, "z_loss": 0.01, "weight": True, "bias": True},
     {"softcap": 3.0, "z_loss": 0.02, "bias": True},
-    {"softcap": 3.0, "reduction": "none", "class_weight": True},
+    {"softcap": 3.0, "reduction": "none", "weight": True},
     {"temperature": 0.7, "bias": True},
     {"temperature": 1.5, "softcap": 3.0, "reduction": "none"},
 ]
@@ -172,12 +172,12 @@ def compare(shape, cuts, *, dtype=torch.float64, **options):
     made = lambda *sizes: torch.randn(sizes, dtype=torch.float64).to(dtype)
     x, weight = made(*shape).requires_grad_(), made(classes, shape[-1]).requires_grad_()
     bias = made(classes).requires_grad_() if options.pop("bias", False) else None
-    factors = made(classes).abs() + 0.1 if options.pop("class_weight", False) else None
+    factors = made(classes).abs() + 0.1 if options.pop("weight", False) else None
     target = torch.randint(classes, shape[:-1])
     target.flatten()[1::4] = options.get("ignore_index", -100)
     leaves = [t for t in (x, weight, bias) if t is not None]
     expected = torchkiln.linear_cross_entropy(
-        x, weight, target, bias, class_weight=factors, **options
+        x, weight, target, linear_bias=bias, weight=factors, **options
     )
     grad = made(*expected.shape).to(expected.dtype)
     expected.backward(grad)
@@ -187,8 +187,8 @@ def compare(shape, cuts, *, dtype=torch.float64, **options):
     mine = [t.requires_grad_() for t in mine]
     own = None if factors is None else factors[begin:end].clone()
     loss = vocab_parallel_linear_cross_entropy(
-        mine[0], mine[1], target, None, *mine[2:], classes=classes, first_class=begin,
-        class_weight=own, **options,
+        mine[0], mine[1], target, linear_bias=mine[2] if mine[2:] else None, classes=classes,
+        first_class=begin, weight=own, **options,
     )
     loss.backward(grad)
     close = {} if dtype == torch.float64 else {"rtol": 3e-2, "atol": 3e-2}

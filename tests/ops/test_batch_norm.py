@@ -113,7 +113,7 @@ def test_update_is_registered_as_torch_requires(
     """The op that changes running statistics says so, and bn_act refuses to hide it."""
     x = drawn(device, 3, 4, 2, requires_grad=requires_grad)
     args = (x, *vectors(device, 4))
-    torch.library.opcheck(torch.ops.torchkiln.bn_act_update.default, args)
+    torch.library.opcheck(torch.ops.torchkiln._bn_act_update.default, args)
     with pytest.raises(ValueError, match="running_mean: got a tensor in training, expected None"):
         torch.ops.torchkiln.bn_act(*args, training=True)
 

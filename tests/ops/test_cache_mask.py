@@ -12,7 +12,7 @@ HEADS, HEAD = 2, 8
 
 
 def mask(places: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    found: Tensor = torch.ops.torchkiln.cache_mask.default(places, length, dtype)
+    found: Tensor = torch.ops.torchkiln._cache_mask.default(places, length, dtype)
     return found
 
 

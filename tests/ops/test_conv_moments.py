@@ -61,7 +61,7 @@ def test_result_and_moments(
 ) -> None:
     x = image(device, shape, dtype) + shift  # far from 0, so are the means of most channels
     weight = filters(device, out, x)
-    y, moments = ops.pixel_conv(x, weight)
+    y, moments = ops._pixel_conv(x, weight)
     rows, columns = x.movedim(1, -1).double(), weight.flatten(1).double()
     truth, size = rows @ columns.T, rows.abs() @ columns.abs().T
     eps = EPS[dtype]
@@ -94,8 +94,8 @@ def test_known_moments_give_what_bn_act_gives(
     found, running = [], [[mean.clone(), mean.abs()] for _ in range(2)]
     y = bn_act(*leaves[:3], *running[0], added, act=act, training=True, momentum=0.3)
     found.append([y, *torch.autograd.grad(y, leaves, grad)])
-    moments = ops.sync_bn_moments(x.detach())[None]
-    y = ops.bn_act_from_moments(
+    moments = ops._sync_bn_moments(x.detach())[None]
+    y = ops._bn_act_from_moments(
         x, moments, weight, bias, *running[1], added, act, momentum=0.3, eps=1e-5
     )
     found.append([y, *torch.autograd.grad(y, leaves, grad)])
@@ -109,9 +109,9 @@ def test_gradients_of_both_orders(device: torch.device) -> None:
     scale, shift = (torch.randn(4, device=device).double().requires_grad_() for _ in range(2))
 
     def step(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        y, moments = ops.pixel_conv(x, weight)
+        y, moments = ops._pixel_conv(x, weight)
         settings = ("tanh", 0.1, 1e-5)
-        found: Tensor = ops.bn_act_from_moments(
+        found: Tensor = ops._bn_act_from_moments(
             y, moments[None], scale, shift, None, None, None, *settings
         )
         return found
@@ -124,11 +124,11 @@ def test_gradients_of_both_orders(device: torch.device) -> None:
 def test_the_ops_pass_opcheck(device: torch.device) -> None:
     x = image(device, (2, 8, 3, 5), torch.float32)
     weight, row = filters(device, 16, x), torch.randn(16, device=device)
-    y, moments = ops.pixel_conv(x, weight)
+    y, moments = ops._pixel_conv(x, weight)
     known = (y, moments[None], row, row, row.clone(), row.abs(), y, "relu", 0.1, 1e-5)
-    torch.library.opcheck(ops.pixel_conv.default, (x.requires_grad_(), weight))
-    torch.library.opcheck(ops.bn_act_from_moments.default, known)
-    torch.library.opcheck(ops.bn_act_from_moments_forward.default, known)
+    torch.library.opcheck(ops._pixel_conv.default, (x.requires_grad_(), weight))
+    torch.library.opcheck(ops._bn_act_from_moments.default, known)
+    torch.library.opcheck(ops._bn_act_from_moments_forward.default, known)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_bad_input(name: str, change: dict[int, Any], words: str) -> None:
     for at, value in change.items():
         args[name][at] = value
     with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
-        getattr(ops, name)(*args[name])
+        getattr(ops, f"_{name}")(*args[name])
     assert words in str(caught.value)
 
 

@@ -201,7 +201,7 @@ def test_sums_of_few_rows(device: torch.device, dtype: torch.dtype, shape: tuple
     eps = max(torch.finfo(dtype).eps, 1e-6)
     for reduction, smoothing in itertools.product(("mean", "sum"), (0.0, 0.1)):
         options: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing}
-        found = torchkiln.cross_entropy(logits, target, weight, dtype=torch.float64, **options)
+        found = torchkiln.cross_entropy(logits, target, weight, loss_dtype=torch.float64, **options)
         expected = F.cross_entropy(wide, target, weight.double(), **options)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
         of_logits, truth = gradient(found, logits)[0], gradient(expected, wide)[0]
@@ -240,7 +240,7 @@ def test_more_than_2_to_the_31_elements() -> None:
     factor = torch.arange(rows, device=device).remainder(7).sub(3).bfloat16()
     logits = (factor.unsqueeze(1) * row).requires_grad_()
     target = torch.arange(rows, device=device).remainder(count)
-    loss = torchkiln.cross_entropy(logits, target, reduction="none", dtype=torch.float32)
+    loss = torchkiln.cross_entropy(logits, target, reduction="none", loss_dtype=torch.float32)
     (grad,) = gradient(loss, logits)
     middle = 2**31 // count
     for start in (0, middle - 2, rows - 3):
@@ -261,7 +261,7 @@ def test_wrong_types() -> None:
         "reduction": (None, "got NoneType, expected a str"),
         "label_smoothing": ("0", "got str, expected a number"),
         "z_loss": (torch.tensor(0.1), "got Tensor, expected a number"),
-        "dtype": (float, r"got type, expected a torch\.dtype or None"),
+        "loss_dtype": (float, r"got type, expected a torch\.dtype or None"),
         "check_target": (1, "got int, expected a bool"),
         "inplace_backward": (None, "got NoneType, expected a bool"),
     }

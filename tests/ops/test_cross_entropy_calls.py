@@ -108,12 +108,12 @@ def test_autocast(device: torch.device, dtype: torch.dtype) -> None:
     half = logits.detach().to(dtype).requires_grad_()
     with torch.autocast(device.type, dtype):
         loss = torchkiln.cross_entropy(half, target)
-        assert torchkiln.cross_entropy(half, target, dtype=dtype).dtype == dtype
+        assert torchkiln.cross_entropy(half, target, loss_dtype=dtype).dtype == dtype
         assert torchkiln.cross_entropy(logits, target).dtype == torch.float32
         assert torchkiln.cross_entropy(logits.double(), target).dtype == torch.float64
         mixed = torchkiln.cross_entropy(half, probabilities(logits.detach()))
     assert loss.dtype == mixed.dtype == torch.float32
-    assert torch.equal(loss, torchkiln.cross_entropy(half, target, dtype=torch.float32))
+    assert torch.equal(loss, torchkiln.cross_entropy(half, target, loss_dtype=torch.float32))
     assert gradient(loss, half)[0].dtype == dtype
     assert gradient(mixed, half)[0].dtype == dtype
     torch.testing.assert_close(

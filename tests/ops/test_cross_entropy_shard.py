@@ -15,8 +15,8 @@ pytestmark = pytest.mark.skipif(
     not dist.is_available(), reason="this torch has no torch.distributed"
 )
 
-FORWARD = torch.ops.torchkiln.cross_entropy_shard.default
-BACKWARD = torch.ops.torchkiln.cross_entropy_shard_backward.default
+FORWARD = torch.ops.torchkiln._cross_entropy_shard.default
+BACKWARD = torch.ops.torchkiln._cross_entropy_shard_backward.default
 
 
 def targets(rows: int, classes: int, device: torch.device) -> Tensor:
@@ -47,7 +47,7 @@ def test_shards_give_the_loss_and_the_gradient_of_whole_rows(
             reduction="none",
             label_smoothing=smoothing,
             z_loss=0.01,
-            dtype=torch.promote_types(dtype, torch.float32),
+            loss_dtype=torch.promote_types(dtype, torch.float32),
         )
         grad = torch.randn_like(expected)
         (of_whole,) = torch.autograd.grad(expected, whole, grad)

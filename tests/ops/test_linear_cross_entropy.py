@@ -56,6 +56,19 @@ def require_near(found: Tensor, expected: Tensor, rows: int = 1) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=eps, atol=eps * size)
 
 
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.13 has it")
+def test_called_as_torchs_function(device: torch.device) -> None:
+    x, weight, target, bias = layer(device, torch.float64, 5)
+    options: dict[str, Any] = {"weight": torch.rand(13, device=device).double(), "ignore_index": 2}
+    options |= {"linear_bias": bias, "reduction": "sum", "label_smoothing": 0.1}
+    expected = F.linear_cross_entropy(x, weight, target, **options)
+    torch.testing.assert_close(
+        torchkiln.linear_cross_entropy(x, weight, target, **options), expected
+    )
+    options |= {"input": x, "linear_weight": weight, "target": target}
+    torch.testing.assert_close(torchkiln.linear_cross_entropy(**options), expected)
+
+
 @every_dtype
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("rows", [5, 8199])
@@ -72,11 +85,11 @@ def test_every_combination(
         options |= {"reduction": reduction, "softcap": softcap, "ignore_index": 4}
         options["temperature"] = temperature
         if weighted:
-            options["class_weight"] = torch.rand(13, device=device).to(dtype)
-        found = torchkiln.linear_cross_entropy(x, weight, target, bias, **options)
+            options["weight"] = torch.rand(13, device=device).to(dtype)
+        found = torchkiln.linear_cross_entropy(x, weight, target, linear_bias=bias, **options)
         wide = exact(x, weight, target, bias)
         if weighted:
-            options["class_weight"] = options["class_weight"].double()
+            options["weight"] = options["weight"].double()
         expected = LINEAR_CROSS_ENTROPY.reference(*wide, **options)
         assert found.dtype == dtype
         require_near(found.detach(), expected.detach())
@@ -97,7 +110,9 @@ def test_any_subset_of_gradients(device: torch.device, reduction: Reduction) -> 
     def gradients(wanted: tuple[str, ...]) -> dict[str, Tensor]:
         given = [leaf.detach().requires_grad_(n in wanted) for n, leaf in leaves.items()]
         x, weight, bias = given
-        loss = torchkiln.linear_cross_entropy(x, weight, target, bias, reduction=reduction)
+        loss = torchkiln.linear_cross_entropy(
+            x, weight, target, linear_bias=bias, reduction=reduction
+        )
         inputs = [leaf for leaf in given if leaf.requires_grad]
         found = torch.autograd.grad(loss, inputs, torch.full_like(loss, 0.3))
         return dict(zip(wanted, found, strict=True))
@@ -107,7 +122,7 @@ def test_any_subset_of_gradients(device: torch.device, reduction: Reduction) -> 
         for wanted in itertools.combinations(NAMES, count):
             for n, found in gradients(wanted).items():
                 torch.testing.assert_close(found, all_of_them[n])
-    loss = torchkiln.linear_cross_entropy(x, weight, target, bias, reduction=reduction)
+    loss = torchkiln.linear_cross_entropy(x, weight, target, linear_bias=bias, reduction=reduction)
     (alone,) = torch.autograd.grad(loss, weight, torch.full_like(loss, 0.3))
     torch.testing.assert_close(alone, all_of_them["weight"])
 
@@ -132,7 +147,7 @@ def test_sums_of_many_chunks_are_float32(device: torch.device, dtype: torch.dtyp
     weight = torch.zeros(2, 1, device=device, dtype=dtype, requires_grad=True)
     target = torch.zeros(rows, device=device, dtype=torch.int64)
     bias = torch.zeros(2, device=device, requires_grad=True)
-    loss = torchkiln.linear_cross_entropy(x, weight, target, bias)
+    loss = torchkiln.linear_cross_entropy(x, weight, target, linear_bias=bias)
     found = torch.autograd.grad(loss, (weight, bias))
     for gradient in found:
         assert gradient.flatten().tolist() == [-0.5, 0.5]
@@ -142,7 +157,7 @@ def test_sums_of_many_chunks_are_float32(device: torch.device, dtype: torch.dtyp
 def test_a_gradient_scale_reaches_small_numbers(device: torch.device) -> None:
     """The gradients are kept before the division by the rows, so float16 does not lose them."""
     x, weight, target, _ = layer(device, torch.float16, 4000, classes=50)
-    loss = torchkiln.linear_cross_entropy(x, weight, target, dtype=torch.float32)
+    loss = torchkiln.linear_cross_entropy(x, weight, target, loss_dtype=torch.float32)
     found = torch.autograd.grad(loss * 2.0**16, (x, weight))
     wide = exact(x, weight, target)
     expected = F.cross_entropy(F.linear(wide[0], wide[1]), target) * 2.0**16
@@ -168,7 +183,7 @@ def test_classes_that_are_no_multiple_of_8(
     bias = leaves[2] if bias_dtype is not None else None
     told = torchkiln.explain(torchkiln.linear_cross_entropy, x, weight, target, bias, **options)
     assert "copied: the weight" in str(told)
-    loss = torchkiln.linear_cross_entropy(x, weight, target, bias, **options)
+    loss = torchkiln.linear_cross_entropy(x, weight, target, linear_bias=bias, **options)
     found = torch.autograd.grad(loss.sum(), leaves)
     wide = exact(*leaves)
     logits = F.linear(wide[0], wide[1], wide[2] if bias is not None else None)
@@ -182,7 +197,7 @@ def test_classes_that_are_no_multiple_of_8(
         return
     with torch.no_grad():
         x[7], target[7] = torch.inf, -100
-    loss = torchkiln.linear_cross_entropy(x, weight, target, bias, **options)
+    loss = torchkiln.linear_cross_entropy(x, weight, target, linear_bias=bias, **options)
     (grad_x,) = torch.autograd.grad(loss.sum(), x)
     assert not grad_x[7].any()
 
@@ -216,7 +231,7 @@ def test_a_float32_bias(device: torch.device, dtype: torch.dtype) -> None:
     """It is added before the logits are rounded, and has a float32 gradient."""
     x, weight, target, _ = layer(device, dtype, 33)
     bias = torch.randn(13, device=device, requires_grad=True)
-    loss = torchkiln.linear_cross_entropy(x, weight, target, bias)
+    loss = torchkiln.linear_cross_entropy(x, weight, target, linear_bias=bias)
     (found,) = torch.autograd.grad(loss, bias)
     wide = exact(x, weight, target, bias)
     expected = F.cross_entropy(F.linear(wide[0], wide[1], wide[3]), target)
@@ -237,7 +252,7 @@ def test_all_rows_ignored(device: torch.device, dtype: torch.dtype) -> None:
                 x[:rows],
                 weight,
                 torch.full_like(target[:rows], 2),
-                bias,
+                linear_bias=bias,
                 ignore_index=2,
                 reduction=reduction,
                 label_smoothing=0.1,
@@ -256,7 +271,9 @@ def test_second_gradients(device: torch.device) -> None:
         def loss(
             x: Tensor, weight: Tensor, bias: Tensor, t: Tensor = target, r: Reduction = reduction
         ) -> Tensor:
-            return torchkiln.linear_cross_entropy(x, weight, t, bias, reduction=r, softcap=2.0)
+            return torchkiln.linear_cross_entropy(
+                x, weight, t, linear_bias=bias, reduction=r, softcap=2.0
+            )
 
         assert torch.autograd.gradgradcheck(loss, (x, weight, bias))
 
@@ -266,13 +283,15 @@ def test_autocast(device: torch.device, dtype: torch.dtype) -> None:
     """x and weight are cast, a float32 bias is not; the loss is float32 unless dtype is given."""
     x, weight, target, bias = layer(device, torch.float32, 9)
     with torch.autocast(device.type, dtype):
-        loss = torchkiln.linear_cross_entropy(x, weight, target, bias)
-        assert torchkiln.linear_cross_entropy(x, weight, target, dtype=dtype).dtype == dtype
+        loss = torchkiln.linear_cross_entropy(x, weight, target, linear_bias=bias)
+        assert torchkiln.linear_cross_entropy(x, weight, target, loss_dtype=dtype).dtype == dtype
         double = torchkiln.linear_cross_entropy(x.double(), weight.double(), target)
     assert loss.dtype == torch.float32
     assert double.dtype == torch.float64
     half = x.detach().to(dtype).requires_grad_(), weight.detach().to(dtype).requires_grad_()
-    by_hand = torchkiln.linear_cross_entropy(half[0], half[1], target, bias, dtype=torch.float32)
+    by_hand = torchkiln.linear_cross_entropy(
+        half[0], half[1], target, linear_bias=bias, loss_dtype=torch.float32
+    )
     assert torch.equal(loss, by_hand)
     found = torch.autograd.grad(loss, (x, weight, bias))
     expected = torch.autograd.grad(by_hand, (*half, bias))
@@ -283,14 +302,14 @@ def test_autocast(device: torch.device, dtype: torch.dtype) -> None:
 
 def test_vmap_of_a_batch(device: torch.device) -> None:
     x, weight, target, bias = layer(device, torch.float32, 12)
-    found = torch.func.vmap(torchkiln.linear_cross_entropy, (0, None, 0, None))(
-        x.reshape(3, 4, 8), weight, target.reshape(3, 4), bias
-    )
+
+    def call(x: Tensor, target: Tensor) -> Tensor:
+        return torchkiln.linear_cross_entropy(x, weight, target, linear_bias=bias)
+
+    found = torch.func.vmap(call)(x.reshape(3, 4, 8), target.reshape(3, 4))
     for i, one in enumerate(found):
         part = slice(4 * i, 4 * i + 4)
-        torch.testing.assert_close(
-            one, torchkiln.linear_cross_entropy(x[part], weight, target[part], bias)
-        )
+        torch.testing.assert_close(one, call(x[part], target[part]))
 
 
 def test_it_stays_an_op_when_compiled(traced: Callable[..., set[str]]) -> None:
@@ -305,11 +324,9 @@ def test_it_stays_an_op_when_compiled(traced: Callable[..., set[str]]) -> None:
 
 def test_class_weights_that_require_a_gradient() -> None:
     x, weight, target, _ = layer(torch.device("cpu"), torch.float32, 3)
-    words = r"^torchkiln\.linear_cross_entropy: class_weight: got a tensor that requires a gradient"
+    words = r"^torchkiln\.linear_cross_entropy: weight: got a tensor that requires a gradient"
     with pytest.raises(RuntimeError, match=words):
-        torchkiln.linear_cross_entropy(
-            x, weight, target, class_weight=torch.ones(13, requires_grad=True)
-        )
+        torchkiln.linear_cross_entropy(x, weight, target, weight=torch.ones(13, requires_grad=True))
 
 
 def test_a_target_that_is_no_class_on_the_cpu() -> None:

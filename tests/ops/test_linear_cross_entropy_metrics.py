@@ -35,18 +35,17 @@ def whole(x: Tensor, matrix: Tensor, target: Tensor, bias: Tensor, **options: An
 def test_they_are_those_of_all_logits(device: torch.device, reduction: str, compiled: bool) -> None:
     x, weight, bias, target = some(device)
     options: dict[str, Any] = {"reduction": reduction, "z_loss": 0.1, "temperature": 0.7}
-    options["class_weight"] = torch.rand(CLASSES, device=device) + 0.1
+    options["weight"] = torch.rand(CLASSES, device=device) + 0.1
 
     def call(**wanted: bool) -> Any:
         given: dict[str, Any] = {**options, **wanted}
-        return torchkiln.linear_cross_entropy(x, weight, target, bias, **given)
+        return torchkiln.linear_cross_entropy(x, weight, target, linear_bias=bias, **given)
 
     if compiled:
         torch._dynamo.reset()
         call = torch.compile(call, backend="aot_eager", fullgraph=True)
     found = call(return_z_loss=True, return_accuracy=True)
-    same = {("weight" if k == "class_weight" else k): v for k, v in options.items()}
-    expected = whole(x, weight, target, bias, return_z_loss=True, return_accuracy=True, **same)
+    expected = whole(x, weight, target, bias, return_z_loss=True, return_accuracy=True, **options)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert not any(each.requires_grad for each in found[1:])
     leaves = (x, weight, bias)
@@ -60,7 +59,9 @@ def test_they_are_those_of_all_logits(device: torch.device, reduction: str, comp
 def test_they_exist_without_gradients_and_rows(device: torch.device) -> None:
     x, weight, bias, target = some(device)
     with torch.no_grad():
-        found = torchkiln.linear_cross_entropy(x, weight, target, bias, return_accuracy=True)
+        found = torchkiln.linear_cross_entropy(
+            x, weight, target, linear_bias=bias, return_accuracy=True
+        )
         none = torchkiln.linear_cross_entropy(
             x[:0], weight, target[:0], reduction="sum", return_accuracy=True
         )
@@ -76,12 +77,12 @@ def test_the_accuracy_may_be_changed(device: torch.device) -> None:
     x, weight, bias, target = some(device)
     options: dict[str, Any] = {"reduction": "none"}
     loss, _, accuracy = torchkiln.linear_cross_entropy(
-        x, weight, target, bias, return_accuracy=True, **options
+        x, weight, target, linear_bias=bias, return_accuracy=True, **options
     )
     assert accuracy is not None
     accuracy.zero_()
     grads = torch.autograd.grad(loss.sum(), (x, weight))
-    plain = torchkiln.linear_cross_entropy(x, weight, target, bias, **options)
+    plain = torchkiln.linear_cross_entropy(x, weight, target, linear_bias=bias, **options)
     assert all(map(torch.equal, grads, torch.autograd.grad(plain.sum(), (x, weight))))
 
 
@@ -92,7 +93,9 @@ def test_rows_of_any_number_in_a_graph(accuracy: bool) -> None:
 
     def call(x: Tensor, mask: Tensor) -> Any:
         options: dict[str, Any] = {"reduction": "none", "return_accuracy": accuracy}
-        found = torchkiln.linear_cross_entropy(x[mask], weight, target[mask], bias, **options)
+        found = torchkiln.linear_cross_entropy(
+            x[mask], weight, target[mask], linear_bias=bias, **options
+        )
         return found[0] if accuracy else found
 
     torch._dynamo.reset()
@@ -110,7 +113,13 @@ def test_transforms_and_autocast(device: torch.device) -> None:
 
     def call(x: Tensor) -> Any:
         return torchkiln.linear_cross_entropy(
-            x, weight, target[:40], bias, z_loss=0.1, return_z_loss=True, return_accuracy=True
+            x,
+            weight,
+            target[:40],
+            linear_bias=bias,
+            z_loss=0.1,
+            return_z_loss=True,
+            return_accuracy=True,
         )
 
     found = torch.func.vmap(call)(stacked)
@@ -129,17 +138,20 @@ def test_the_number_of_threads_does_not_matter() -> None:
     for count in (1, 2):
         with threads(count):
             results.append(
-                torchkiln.linear_cross_entropy(x, weight, target, bias, return_accuracy=True)
+                torchkiln.linear_cross_entropy(
+                    x, weight, target, linear_bias=bias, return_accuracy=True
+                )
             )
     torch.testing.assert_close(*results)
 
 
 def test_opcheck(device: torch.device) -> None:
     x, weight, bias, target = (each[:20] if len(each) == ROWS else each for each in some(device))
-    op = torch.ops.torchkiln.linear_cross_entropy_with_metrics.default
+    op = torch.ops.torchkiln._linear_cross_entropy_with_metrics.default
     leaves = [each.detach().requires_grad_() for each in (x, weight, bias)]
     for options in ({"accuracy": True}, {"z_loss": 0.1, "reduction": "none"}):
-        torch.library.opcheck(op, (*leaves[:2], target, leaves[2]), options)
+        given = {"linear_bias": leaves[2], **options}
+        torch.library.opcheck(op, (*leaves[:2], target), given)
 
 
 def test_module(device: torch.device) -> None:

@@ -31,7 +31,7 @@ both_norms = pytest.mark.parametrize("centered", [False, True], ids=["rms_norm",
 
 
 class Operands(NamedTuple):
-    """Arguments of torchkiln::norm_backward."""
+    """Arguments of torchkiln::_norm_backward."""
 
     grad: Tensor
     grad_sum: Tensor | None
@@ -44,7 +44,7 @@ class Operands(NamedTuple):
         """Those of x, weight and, for a layer norm, bias; empty if not wanted."""
         wanted = wanted or (True, True, len(self.stats) == 2)
         weight_dtype = self.z.dtype if self.weight is None else self.weight.dtype
-        return list(torch.ops.torchkiln.norm_backward.default(*self, weight_dtype, list(wanted)))
+        return list(torch.ops.torchkiln._norm_backward.default(*self, weight_dtype, list(wanted)))
 
     def truth(self) -> list[Tensor]:
         """The gradients in float64."""

@@ -63,7 +63,7 @@ def test_the_numbers_of_both_ops(
     x = images(3, 24, 17, 14, dtype=dtype, steps=steps)
     weight, bias, mean = vectors(24, 3)
     running = [[mean.clone(), mean.abs()] for _ in range(2)]
-    y, _, places = ops.bn_act_pool_forward(x, weight, bias, *running[0], act, *SETTINGS, *windows)
+    y, _, places = ops._bn_act_pool_forward(x, weight, bias, *running[0], act, *SETTINGS, *windows)
     # With a residual, bn_act adds up the moments in the same order as the op with a pool.
     zeros = torch.zeros_like(x)
     before = bn_act(x, weight, bias, *running[1], residual=zeros, act=act, training=True)
@@ -83,7 +83,7 @@ def test_gradients_against_the_truth(dtype: torch.dtype, act: str, pool: tuple[A
     x = images(3, 40, 13, 18, dtype=dtype)
     leaves = [x, *vectors(40, 2)]
     leaves = [leaf.requires_grad_() for leaf in leaves]
-    y = ops.bn_act_pool(*leaves, None, None, act, *SETTINGS, *windows)
+    y = ops._bn_act_pool(*leaves, None, None, act, *SETTINGS, *windows)
     grad = torch.randn_like(y)
     found = torch.autograd.grad(y, leaves, grad)
 
@@ -109,7 +109,7 @@ def test_nan_and_infinity_as_in_torch() -> None:
     bias = zeros.clone()
     bias[1], bias[2], bias[3] = nan, -inf, inf
     x[0, 4, 3, 5] = nan  # the statistics of the channel become NaN
-    y, _, places = ops.bn_act_pool_forward(x, ones, bias, None, None, "none", *SETTINGS, *windows)
+    y, _, places = ops._bn_act_pool_forward(x, ones, bias, None, None, "none", *SETTINGS, *windows)
     residual = torch.zeros_like(x)  # as above
     before = bn_act(x, ones, bias, residual=residual, act="none", training=True).contiguous()
     # In channels_last torch returns the index 0 for windows of -inf only.
@@ -125,7 +125,7 @@ def test_second_derivatives() -> None:
     found = []
     for fused in (True, False):
         if fused:
-            y = ops.bn_act_pool(
+            y = ops._bn_act_pool(
                 x, weight, bias, None, None, "tanh", *SETTINGS, *windows_of((3, 2, 1))
             )
         else:
@@ -144,7 +144,7 @@ def test_results_are_the_same_each_time() -> None:
     grad = images(8, 64, 28, 28, dtype=torch.bfloat16)
 
     def step() -> list[Tensor]:
-        y = ops.bn_act_pool(x, weight, bias, None, None, "relu", *SETTINGS, *windows_of((3, 2, 1)))
+        y = ops._bn_act_pool(x, weight, bias, None, None, "relu", *SETTINGS, *windows_of((3, 2, 1)))
         return [y, *torch.autograd.grad(y, (x, weight, bias), grad)]
 
     first = step()
@@ -161,7 +161,7 @@ def test_strided_gradients_and_unaligned_images() -> None:
     found = []
     for each, g in ((x, grad), (x.clone(), grad.to(memory_format=torch.channels_last))):
         leaf = each.detach().requires_grad_()
-        y = ops.bn_act_pool(leaf, None, None, None, None, "relu", *SETTINGS, *windows)
+        y = ops._bn_act_pool(leaf, None, None, None, None, "relu", *SETTINGS, *windows)
         found.append([y, *torch.autograd.grad(y, leaf, g)])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
@@ -173,7 +173,7 @@ def test_saved_tensors_in_another_layout() -> None:
     found = []
     for pack in (lambda t: t, lambda t: t.contiguous()):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            y = ops.bn_act_pool(
+            y = ops._bn_act_pool(
                 x, None, None, None, None, "relu", *SETTINGS, *windows_of((3, 2, 1))
             )
         found.append(torch.autograd.grad(y, x, grad))
@@ -185,7 +185,7 @@ def test_the_op_passes_opcheck() -> None:
     x = images(2, 8, 6, 6, dtype=torch.float32).requires_grad_()
     weight, bias, mean = vectors(8, 3)
     rest = "relu", *SETTINGS, (3, 3), (2, 2), (1, 1)
-    torch.library.opcheck(ops.bn_act_pool.default, (x, weight, bias, mean, mean.abs(), *rest))
+    torch.library.opcheck(ops._bn_act_pool.default, (x, weight, bias, mean, mean.abs(), *rest))
 
 
 @pytest.mark.cuda
@@ -248,5 +248,5 @@ def test_takes_pool_needs_a_gpu() -> None:
 )
 def test_bad_input(x: Tensor, windows: Any, words: str) -> None:
     with pytest.raises((ValueError, RuntimeError)) as caught:
-        ops.bn_act_pool(x, None, None, None, None, "relu", *SETTINGS, *windows)
+        ops._bn_act_pool(x, None, None, None, None, "relu", *SETTINGS, *windows)
     assert words in str(caught.value)

@@ -94,6 +94,20 @@ def test_scaled_factors_scale_the_result(device: torch.device) -> None:
     assert torch.equal(found[..., 8:], q[..., 8:])
 
 
+def test_without_k_the_second_result_is_none(device: torch.device) -> None:
+    q = torch.randn(2, 3, 5, 16, device=device)
+    cos, sin = tables(device, 5, 8)
+    expected, other = torchkiln.rope(q, None, cos, sin)
+    assert other is None
+    with torch.overrides.BaseTorchFunctionMode():
+        assert torchkiln.rope(q, None, cos, sin)[1] is None
+    compiled: Any = torch.compile(torchkiln.rope, backend="aot_eager", fullgraph=True)
+    found, other = compiled(q, None, cos, sin)
+    assert other is None
+    assert torch.equal(found, expected)
+    assert torchkiln.nn.RotaryEmbedding(16, 5).to(device)(q)[1] is None
+
+
 def test_positions_are_rows_of_the_table(device: torch.device) -> None:
     q = torch.randn(3, 2, 4, 8, device=device)
     cos, sin = tables(device, 50, 4)

@@ -210,7 +210,7 @@ def test_bounds_are_checked_on_a_cpu_without_a_request(
         torchkiln.spmm((*both, values), b)
     ops, left = torch.ops.torchkiln, torch.ones(2, 5)
     with pytest.raises(RuntimeError, match=OUTSIDE):
-        ops.spmm_sampled(crow, col, left, torch.ones(4, 5), None, False)
+        ops._spmm_sampled(crow, col, left, torch.ones(4, 5), None, False)
 
 
 @pytest.mark.parametrize("part", ["begins", "rows", "order"])

@@ -80,24 +80,24 @@ def test_parts_of_a_batch_have_the_results_of_the_batch(
 
     sizes = [0, 4, 1, 0, shape[0] - 5]
     parts = [t.split(sizes) for t in (x, residual, grad)]
-    moments = torch.stack([ops.sync_bn_moments(part) for part in parts[0]])
-    statistics, count = ops.sync_bn_statistics(x, moments, *running, None, 0.3, 1e-5)
+    moments = torch.stack([ops._sync_bn_moments(part) for part in parts[0]])
+    statistics, count = ops._sync_bn_statistics(x, moments, *running, None, 0.3, 1e-5)
     assert float(count) == x.numel() / channels
     torch.testing.assert_close(running, expected_running)
     outputs, found = [], []
     for one, two, three in zip(*parts, strict=True):
         sum_ = two if has_residual else None
-        y, signs = ops.sync_bn_forward(one, statistics, weight, bias, sum_, act)
+        y, signs = ops._sync_bn_forward(one, statistics, weight, bias, sum_, act)
         keeps = sum_ if act == "gelu" else None
         saved = (weight, bias, keeps, signs if has_residual and act == "relu" else None)
         wanted = [True, True, True, has_residual]
-        sums = ops.sync_bn_backward_sums(three, one, statistics, count, *saved, act, wanted)
+        sums = ops._sync_bn_backward_sums(three, one, statistics, count, *saved, act, wanted)
         outputs.append(y)
         found.append((three, one, saved, sums))
     torch.testing.assert_close(torch.cat(outputs), expected)
     coefficients = torch.stack([sums[0] for *_, sums in found]).sum(0)
     grad_x = [
-        ops.sync_bn_backward_input(three, one, statistics, coefficients, *saved, act)
+        ops._sync_bn_backward_input(three, one, statistics, coefficients, *saved, act)
         for three, one, saved, _ in found
     ]
     torch.testing.assert_close(torch.cat(grad_x), right[0])
@@ -111,18 +111,18 @@ def test_the_ops_pass_opcheck(device: torch.device) -> None:
     x, grad = (drawn(device, (4, 6, 5), torch.float32) for _ in range(2))
     row = drawn(device, (6,), torch.float32)
     batches = torch.ones((), dtype=torch.int64, device=device)
-    moments = ops.sync_bn_moments(x)[None]
-    statistics, count = ops.sync_bn_statistics(x, moments, None, None, None, 0.1, 1e-5)
-    _, signs = ops.sync_bn_forward(x, statistics, row, row, x, "relu")
+    moments = ops._sync_bn_moments(x)[None]
+    statistics, count = ops._sync_bn_statistics(x, moments, None, None, None, 0.1, 1e-5)
+    _, signs = ops._sync_bn_forward(x, statistics, row, row, x, "relu")
     saved = (row, row, None, signs)
     wanted = [True, True, True, True]
-    sums = ops.sync_bn_backward_sums(grad, x, statistics, count, *saved, "relu", wanted)
+    sums = ops._sync_bn_backward_sums(grad, x, statistics, count, *saved, "relu", wanted)
     calls: list[tuple[Any, tuple[Any, ...]]] = [
-        (ops.sync_bn_moments, (x,)),
-        (ops.sync_bn_statistics, (x, moments, row.clone(), row.clone(), batches, 0.1, 1e-5)),
-        (ops.sync_bn_forward, (x, statistics, row, row, x, "relu")),
-        (ops.sync_bn_backward_sums, (grad, x, statistics, count, *saved, "relu", wanted)),
-        (ops.sync_bn_backward_input, (grad, x, statistics, sums[0], *saved, "relu")),
+        (ops._sync_bn_moments, (x,)),
+        (ops._sync_bn_statistics, (x, moments, row.clone(), row.clone(), batches, 0.1, 1e-5)),
+        (ops._sync_bn_forward, (x, statistics, row, row, x, "relu")),
+        (ops._sync_bn_backward_sums, (grad, x, statistics, count, *saved, "relu", wanted)),
+        (ops._sync_bn_backward_input, (grad, x, statistics, sums[0], *saved, "relu")),
     ]
     for op, args in calls:
         torch.library.opcheck(op.default, args)
@@ -162,7 +162,7 @@ def test_bad_arguments_are_refused(name: str, change: dict[int, Any], words: str
     for i, value in change.items():
         args[i] = value
     with pytest.raises((ValueError, RuntimeError)) as caught:
-        getattr(ops, name)(*args)
+        getattr(ops, f"_{name}")(*args)
     assert f"torchkiln.sync_bn_act: {words}" in str(caught.value)
 
 
@@ -193,7 +193,7 @@ def test_a_group_of_one_has_the_results_of_bn_act(device: torch.device, group: A
     layer = Sync(5, device=device)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         layer(x)
-    assert "torchkiln::bn_act_update" in {event.name for event in profile.events()}
+    assert "torchkiln::_bn_act_update" in {event.name for event in profile.events()}
 
 
 def test_without_a_group_it_is_bn_act(device: torch.device) -> None:

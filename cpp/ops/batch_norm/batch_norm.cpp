@@ -210,8 +210,9 @@ struct Op : BatchNormOp<Forward> {
 
 /// Updates the running statistics in training.
 struct Update : BatchNormOp<UpdateForward> {
+  static constexpr const char* kName = "bn_act";
   static constexpr const char* kSchema =
-      "torchkiln::bn_act_update(Tensor x, Tensor? weight, Tensor? bias, "
+      "torchkiln::_bn_act_update(Tensor x, Tensor? weight, Tensor? bias, "
       "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? residual=None, *, "
       "str act='relu', bool training=True, float momentum=0.1, float eps=1e-05) -> Tensor";
 };

@@ -70,7 +70,7 @@ struct ForwardOp {
 
 struct Forward : ForwardOp<false> {
   static constexpr const char* kSchema =
-      "torchkiln::bn_act_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? running_mean, "
+      "torchkiln::_bn_act_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? running_mean, "
       "Tensor? running_var, Tensor? residual, str act, bool training, float momentum, float eps) "
       "-> (Tensor, Tensor, Tensor)";
 };
@@ -78,7 +78,7 @@ struct Forward : ForwardOp<false> {
 /// Forward of a call that updates the running statistics.
 struct UpdateForward : ForwardOp<true> {
   static constexpr const char* kSchema =
-      "torchkiln::bn_act_update_forward(Tensor x, Tensor? weight, Tensor? bias, "
+      "torchkiln::_bn_act_update_forward(Tensor x, Tensor? weight, Tensor? bias, "
       "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? residual, str act, "
       "bool training, float momentum, float eps) -> (Tensor, Tensor, Tensor)";
 };
@@ -139,7 +139,7 @@ struct Backward {
                      self.signs, self.act, self.training, self.wanted, self.second);
   };
   static constexpr const char* kSchema =
-      "torchkiln::bn_act_backward(Tensor grad, Tensor x, Tensor statistics, Tensor? weight, "
+      "torchkiln::_bn_act_backward(Tensor grad, Tensor x, Tensor statistics, Tensor? weight, "
       "Tensor? bias, Tensor? residual, Tensor? signs, str act, bool training, bool[4] wanted, "
       "Tensor? second=None) -> (Tensor, Tensor, Tensor, Tensor)";
   static Four meta(const Arguments& call);

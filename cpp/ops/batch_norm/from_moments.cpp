@@ -24,7 +24,7 @@ struct MomentsCall : Call {
 /// The forward that also returns {y, statistics, signs} for backward.
 struct MomentsForward {
   static constexpr const char* kSchema =
-      "torchkiln::bn_act_from_moments_forward(Tensor x, Tensor moments, Tensor? weight, "
+      "torchkiln::_bn_act_from_moments_forward(Tensor x, Tensor moments, Tensor? weight, "
       "Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? residual, "
       "str act, float momentum, float eps) -> (Tensor, Tensor, Tensor)";
 
@@ -46,7 +46,7 @@ struct MomentsForward {
 
 struct FromMoments {
   static constexpr const char* kSchema =
-      "torchkiln::bn_act_from_moments(Tensor x, Tensor moments, Tensor? weight, Tensor? bias, "
+      "torchkiln::_bn_act_from_moments(Tensor x, Tensor moments, Tensor? weight, Tensor? bias, "
       "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? residual, str act, "
       "float momentum, float eps) -> Tensor";
 

@@ -59,7 +59,7 @@ void check_all(const Call& call) {
                     ", expected more than 1 value for each channel in training");
   TORCH_CHECK_VALUE(call.updates || !call.training || !call.running_mean, "torchkiln.", call.name,
                     ": running_mean: got a tensor in training, expected None; "
-                    "torch.ops.torchkiln.bn_act_update updates running statistics");
+                    "torch.ops.torchkiln._bn_act_update updates running statistics");
 }
 
 Three outputs(const Call& call, bool for_backward) {

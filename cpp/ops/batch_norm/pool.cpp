@@ -109,7 +109,7 @@ Status nothing(int64_t, int64_t) { return {}; }
 /// Returns {y, statistics, places}; `places` has the pixel of each window where y is largest.
 struct PoolForward {
   static constexpr const char* kSchema =
-      "torchkiln::bn_act_pool_forward(Tensor x, Tensor? weight, Tensor? bias, "
+      "torchkiln::_bn_act_pool_forward(Tensor x, Tensor? weight, Tensor? bias, "
       "Tensor(a!)? running_mean, Tensor(b!)? running_var, str act, float momentum, float eps, "
       "int[] kernel, int[] stride, int[] padding) -> (Tensor, Tensor, Tensor)";
 
@@ -168,7 +168,7 @@ struct PoolBackward {
                      self.wanted);
   };
   static constexpr const char* kSchema =
-      "torchkiln::bn_act_pool_backward(Tensor grad, Tensor x, Tensor statistics, Tensor places, "
+      "torchkiln::_bn_act_pool_backward(Tensor grad, Tensor x, Tensor statistics, Tensor places, "
       "Tensor? weight, Tensor? bias, str act, int[] kernel, int[] stride, int[] padding, "
       "bool[3] wanted) -> (Tensor, Tensor, Tensor)";
 
@@ -225,7 +225,7 @@ struct PoolBackward {
 
 struct PoolOp {
   static constexpr const char* kSchema =
-      "torchkiln::bn_act_pool(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
+      "torchkiln::_bn_act_pool(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
       "Tensor(b!)? running_var, str act, float momentum, float eps, int[] kernel, int[] stride, "
       "int[] padding) -> Tensor";
 

@@ -14,7 +14,7 @@ constexpr const char* kSync = "sync_bn_act";
 /// The moments of x, [2 * channels + 1]: means, sums of the squared distances from the means,
 /// count. All are 0 without elements.
 struct SyncMoments {
-  static constexpr const char* kSchema = "torchkiln::sync_bn_moments(Tensor x) -> Tensor";
+  static constexpr const char* kSchema = "torchkiln::_sync_bn_moments(Tensor x) -> Tensor";
 
   static Tensor meta(const Tensor& x) {
     check_tensor(kSync, "x", x);
@@ -59,7 +59,7 @@ struct SyncStatistics {
                      self.momentum, self.eps);
   };
   static constexpr const char* kSchema =
-      "torchkiln::sync_bn_statistics(Tensor x, Tensor moments, Tensor(a!)? running_mean, "
+      "torchkiln::_sync_bn_statistics(Tensor x, Tensor moments, Tensor(a!)? running_mean, "
       "Tensor(b!)? running_var, Tensor? batches, float momentum, float eps) -> (Tensor, Tensor)";
 
   static Two meta(const Arguments& call) {
@@ -100,7 +100,7 @@ struct SyncForward {
     TORCHKILN_FIELDS(self.x, self.statistics, self.weight, self.bias, self.residual, self.act);
   };
   static constexpr const char* kSchema =
-      "torchkiln::sync_bn_forward(Tensor x, Tensor statistics, Tensor? weight, Tensor? bias, "
+      "torchkiln::_sync_bn_forward(Tensor x, Tensor statistics, Tensor? weight, Tensor? bias, "
       "Tensor? residual, str act) -> (Tensor, Tensor)";
 
   static Two meta(const Arguments& call) {
@@ -130,7 +130,7 @@ struct SyncSums {
                      self.residual, self.signs, self.act, self.wanted);
   };
   static constexpr const char* kSchema =
-      "torchkiln::sync_bn_backward_sums(Tensor grad, Tensor x, Tensor statistics, Tensor count, "
+      "torchkiln::_sync_bn_backward_sums(Tensor grad, Tensor x, Tensor statistics, Tensor count, "
       "Tensor? weight, Tensor? bias, Tensor? residual, Tensor? signs, str act, bool[4] wanted) -> "
       "(Tensor, Tensor, Tensor, Tensor)";
 
@@ -183,7 +183,7 @@ struct SyncInputGradient {
                      self.residual, self.signs, self.act);
   };
   static constexpr const char* kSchema =
-      "torchkiln::sync_bn_backward_input(Tensor grad, Tensor x, Tensor statistics, "
+      "torchkiln::_sync_bn_backward_input(Tensor grad, Tensor x, Tensor statistics, "
       "Tensor coefficients, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? signs, "
       "str act) -> Tensor";
 

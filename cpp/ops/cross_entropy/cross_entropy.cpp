@@ -22,11 +22,11 @@ using at::Tensor;
 using Two = std::tuple<Tensor, Tensor>;
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 
-/// options.dtype, or the wider dtype of logits and probabilities.
+/// options.loss_dtype, or that of the wider one of logits and probabilities.
 at::ScalarType dtype_of_loss(const Tensor& logits, const Tensor& target,
                              const LossOptions& options) {
-  if (options.dtype.has_value() || target.scalar_type() == at::kLong)
-    return options.dtype.value_or(logits.scalar_type());
+  if (options.loss_dtype.has_value() || target.scalar_type() == at::kLong)
+    return options.loss_dtype.value_or(logits.scalar_type());
   return at::promote_types(logits.scalar_type(), target.scalar_type());
 }
 
@@ -69,12 +69,12 @@ Two forward(const Tensor& logits, const Tensor& target, const LossOptions& optio
 struct Forward {
   struct Options : LossOptions {
     TORCHKILN_FIELDS(self.weight, self.ignore_index, self.reduction, self.label_smoothing,
-                     self.z_loss, self.dtype, self.check_target, self.accuracy);
+                     self.z_loss, self.loss_dtype, self.check_target, self.accuracy);
   };
   static constexpr const char* kSchema =
-      "torchkiln::cross_entropy_forward(Tensor logits, Tensor target, Tensor? weight, "
-      "int ignore_index, str reduction, float label_smoothing, float z_loss, ScalarType? dtype, "
-      "bool check_target, bool accuracy=False) -> (Tensor, Tensor)";
+      "torchkiln::_cross_entropy_forward(Tensor logits, Tensor target, Tensor? weight, "
+      "int ignore_index, str reduction, float label_smoothing, float z_loss, "
+      "ScalarType? loss_dtype, bool check_target, bool accuracy=False) -> (Tensor, Tensor)";
 
   static Two meta(const Tensor& logits, const Tensor& target, const Options& options) {
     return forward_outputs(logits, target, options);
@@ -119,7 +119,7 @@ void check_backward(const Tensor& grad, const Tensor& logits, const Tensor& targ
 
 struct Backward {
   static constexpr const char* kSchema =
-      "torchkiln::cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, "
+      "torchkiln::_cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, "
       "Tensor? weight, Tensor state, int ignore_index, str reduction, float label_smoothing, "
       "float z_loss) -> Tensor";
 
@@ -224,7 +224,8 @@ Two recorded(const Below& below, const Tensor& logits, const Tensor& target,
 template <class Options>
 Options under_autocast(const Tensor& logits, const Tensor& target, Options options) {
   check_tensors(kName, {{"logits", logits}, {"target", target}});
-  if (is_half(logits.scalar_type()) && !options.dtype.has_value()) options.dtype = at::kFloat;
+  if (is_half(logits.scalar_type()) && !options.loss_dtype.has_value())
+    options.loss_dtype = at::kFloat;
   return options;
 }
 
@@ -234,7 +235,7 @@ auto with_softcap(const Tensor& logits, const Tensor& target, Options options)
     -> std::optional<decltype(call<Op>(logits, target, options))> {
   if (!options.softcap.has_value()) return std::nullopt;
   check_loss(kName, logits, target, options);
-  options.dtype = dtype_of_loss(logits, target, options);
+  options.loss_dtype = dtype_of_loss(logits, target, options);
   if (options.weight.has_value())
     options.weight = options.weight->to(compute_dtype(logits.scalar_type()));
   const double softcap = *std::exchange(options.softcap, std::nullopt);
@@ -245,7 +246,7 @@ struct Op {
   static constexpr const char* kSchema =
       "torchkiln::cross_entropy(Tensor logits, Tensor target, Tensor? weight=None, *, "
       "int ignore_index=-100, str reduction='mean', float label_smoothing=0.0, float z_loss=0.0, "
-      "ScalarType? dtype=None, bool check_target=False, bool inplace_backward=False, "
+      "ScalarType? loss_dtype=None, bool check_target=False, bool inplace_backward=False, "
       "float? softcap=None) -> Tensor";
   static constexpr std::array<size_t, 2> kPromotedBy{0, 1};  // logits and probabilities
   static constexpr std::array<size_t, 2> kReadsMixed{0, 1};
@@ -280,10 +281,12 @@ struct WithMetrics {
       return std::tuple_cat(CrossEntropyOptions::fields(self), std::tie(self.accuracy));
     }
   };
+  static constexpr const char* kName = "cross_entropy";
   static constexpr const char* kSchema =
-      "torchkiln::cross_entropy_with_metrics(Tensor logits, Tensor target, Tensor? weight=None, *, "
-      "int ignore_index=-100, str reduction='mean', float label_smoothing=0.0, float z_loss=0.0, "
-      "ScalarType? dtype=None, bool check_target=False, bool inplace_backward=False, "
+      "torchkiln::_cross_entropy_with_metrics(Tensor logits, Tensor target, Tensor? weight=None, "
+      "*, int ignore_index=-100, str reduction='mean', float label_smoothing=0.0, "
+      "float z_loss=0.0, "
+      "ScalarType? loss_dtype=None, bool check_target=False, bool inplace_backward=False, "
       "float? softcap=None, bool accuracy=False) -> (Tensor, Tensor, Tensor)";
   static constexpr std::array<size_t, 2> kPromotedBy = Op::kPromotedBy;
   static constexpr std::array<size_t, 2> kReadsMixed = Op::kReadsMixed;

@@ -81,8 +81,8 @@ std::tuple<Tensor, Tensor> recorded_forward(const Below& below, const Call& call
   const auto [loss, state, of_x, of_weight, of_bias] =
       below.call<Forward>(Forward::Arguments{call, {needs(x), needs(weight), needs(shift)}});
   TORCH_CHECK(!(factors.defined() && factors.requires_grad()), "torchkiln.", kName,
-              ": class_weight: got a tensor that requires a gradient, expected one that does "
-              "not: the loss has none with respect to class weights; pass class_weight.detach()");
+              ": weight: got a tensor that requires a gradient, expected one that does "
+              "not: the loss has none with respect to class weights; pass weight.detach()");
   Call without_tensors = call;  // which are saved by keep() instead
   without_tensors.layer.x = without_tensors.layer.weight = without_tensors.target = Tensor();
   without_tensors.layer.bias = without_tensors.loss.weight = std::nullopt;
@@ -134,20 +134,21 @@ std::tuple<Tensor, Tensor> recorded_forward(const Below& below, const Call& call
 template <class Call>
 Call cast_call(const Autocast& cast, Call call) {
   auto& [x, weight, bias, softcap, temperature] = call.layer;
-  check_tensors(kName, {{"x", x}, {"weight", weight}});
+  check_tensors(kName, {{"x", x}, {kLayer.weight, weight}});
   x = cast(x);
   weight = cast(weight);
   if (bias && bias->scalar_type() != at::kFloat) bias = cast(bias);
-  if (is_half(x.scalar_type()) && !call.loss.dtype.has_value()) call.loss.dtype = at::kFloat;
+  if (is_half(x.scalar_type()) && !call.loss.loss_dtype.has_value())
+    call.loss.loss_dtype = at::kFloat;
   return call;
 }
 
 struct Op {
   static constexpr const char* kSchema =
-      "torchkiln::linear_cross_entropy(Tensor x, Tensor weight, Tensor target, "
-      "Tensor? bias=None, *, Tensor? class_weight=None, int ignore_index=-100, "
+      "torchkiln::linear_cross_entropy(Tensor x, Tensor linear_weight, Tensor target, "
+      "*, Tensor? linear_bias=None, Tensor? weight=None, int ignore_index=-100, "
       "str reduction='mean', float label_smoothing=0.0, float z_loss=0.0, "
-      "ScalarType? dtype=None, bool check_target=False, float? softcap=None, "
+      "ScalarType? loss_dtype=None, bool check_target=False, float? softcap=None, "
       "float temperature=1.0) -> Tensor";
   static constexpr auto meta = output;
   static constexpr auto kernel = linear_cross_entropy_ops::kernel;
@@ -186,11 +187,12 @@ struct WithMetrics {
       return std::tuple_cat(Call::fields(self), std::tie(self.loss.accuracy));
     }
   };
+  static constexpr const char* kName = "linear_cross_entropy";
   static constexpr const char* kSchema =
-      "torchkiln::linear_cross_entropy_with_metrics(Tensor x, Tensor weight, Tensor target, "
-      "Tensor? bias=None, *, Tensor? class_weight=None, int ignore_index=-100, "
+      "torchkiln::_linear_cross_entropy_with_metrics(Tensor x, Tensor linear_weight, "
+      "Tensor target, *, Tensor? linear_bias=None, Tensor? weight=None, int ignore_index=-100, "
       "str reduction='mean', float label_smoothing=0.0, float z_loss=0.0, "
-      "ScalarType? dtype=None, bool check_target=False, float? softcap=None, "
+      "ScalarType? loss_dtype=None, bool check_target=False, float? softcap=None, "
       "float temperature=1.0, bool accuracy=False) -> (Tensor, Tensor, Tensor)";
 
   static Three meta(const Arguments& call) {
@@ -224,10 +226,10 @@ TORCH_LIBRARY_FRAGMENT(torchkiln, m) { define<Forward, Backward, Op, WithMetrics
 
 namespace torchkiln {
 
-at::Tensor linear_cross_entropy(const at::Tensor& x, const at::Tensor& weight,
-                                const at::Tensor& target, const MaybeTensor& bias,
+at::Tensor linear_cross_entropy(const at::Tensor& x, const at::Tensor& linear_weight,
+                                const at::Tensor& target,
                                 const LinearCrossEntropyOptions& options) {
-  return call<linear_cross_entropy_ops::Op>(x, weight, target, bias, options);
+  return call<linear_cross_entropy_ops::Op>(x, linear_weight, target, options);
 }
 
 }  // namespace torchkiln

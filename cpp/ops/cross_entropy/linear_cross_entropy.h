@@ -10,6 +10,7 @@
 // linear_cross_entropy.cpp (the op, derivatives).
 
 #include "cross_entropy/linear_chunks.h"
+#include "detail/check_linear.h"
 #include "torchkiln/torch/op.h"
 
 namespace torchkiln::linear_cross_entropy_ops {
@@ -20,6 +21,8 @@ using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 using Wanted = std::array<bool, 3>;  // the gradients of x, weight and bias
 
 inline constexpr const char* kName = "linear_cross_entropy";
+inline constexpr LinearNames kLayer{"linear_weight", "linear_bias",
+                                    "the first size of linear_weight"};
 
 /// The arguments of a call.
 struct Call {
@@ -29,11 +32,11 @@ struct Call {
 
   TORCHKILN_FIELDS(self.layer.x, self.layer.weight, self.target, self.layer.bias, self.loss.weight,
                    self.loss.ignore_index, self.loss.reduction, self.loss.label_smoothing,
-                   self.loss.z_loss, self.loss.dtype, self.loss.check_target, self.layer.softcap,
-                   self.layer.temperature);
+                   self.loss.z_loss, self.loss.loss_dtype, self.loss.check_target,
+                   self.layer.softcap, self.layer.temperature);
 
   c10::SymInt rows() const { return target.sym_numel(); }
-  at::ScalarType loss_dtype() const { return loss.dtype.value_or(layer.x.scalar_type()); }
+  at::ScalarType loss_dtype() const { return loss.loss_dtype.value_or(layer.x.scalar_type()); }
 };
 
 void check(const char* op, const Call& call);
@@ -58,9 +61,9 @@ struct Forward {
     }
   };
   static constexpr const char* kSchema =
-      "torchkiln::linear_cross_entropy_forward(Tensor x, Tensor weight, Tensor target, "
-      "Tensor? bias, Tensor? class_weight, int ignore_index, str reduction, "
-      "float label_smoothing, float z_loss, ScalarType? dtype, bool check_target, "
+      "torchkiln::_linear_cross_entropy_forward(Tensor x, Tensor linear_weight, Tensor target, "
+      "Tensor? linear_bias, Tensor? weight, int ignore_index, str reduction, "
+      "float label_smoothing, float z_loss, ScalarType? loss_dtype, bool check_target, "
       "float? softcap, float temperature, bool[3] wanted, bool accuracy=False) "
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor)";
 
@@ -70,9 +73,9 @@ struct Forward {
 
 struct Backward {
   static constexpr const char* kSchema =
-      "torchkiln::linear_cross_entropy_backward(Tensor x, Tensor weight, Tensor target, "
-      "Tensor? bias, Tensor? class_weight, int ignore_index, str reduction, "
-      "float label_smoothing, float z_loss, ScalarType? dtype, bool check_target, "
+      "torchkiln::_linear_cross_entropy_backward(Tensor x, Tensor linear_weight, Tensor target, "
+      "Tensor? linear_bias, Tensor? weight, int ignore_index, str reduction, "
+      "float label_smoothing, float z_loss, ScalarType? loss_dtype, bool check_target, "
       "float? softcap, float temperature, Tensor grad, Tensor state, bool[3] wanted) "
       "-> (Tensor, Tensor, Tensor)";
   static constexpr auto meta = backward_outputs;

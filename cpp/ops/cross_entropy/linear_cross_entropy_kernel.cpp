@@ -4,7 +4,6 @@
 #include <limits>
 
 #include "cross_entropy/linear_cross_entropy.h"
-#include "detail/check_linear.h"
 #include "matmul/kernel.h"
 #include "torchkiln/torch/empty.h"
 
@@ -12,23 +11,23 @@ namespace torchkiln::linear_cross_entropy_ops {
 
 void check(const char* op, const Call& call) {
   const auto& [x, weight, bias, softcap, temperature] = call.layer;
-  check_linear(op, x, weight, bias);
-  TORCH_CHECK(weight.sym_size(0) != 0, "torchkiln.", op, ": weight: got shape ", weight.sym_sizes(),
-              ", expected at least 1 row: a class");
+  check_linear(op, x, weight, bias, kLayer);
+  TORCH_CHECK(weight.sym_size(0) != 0, "torchkiln.", op, ": ", kLayer.weight, ": got shape ",
+              weight.sym_sizes(), ", expected at least 1 row: a class");
   check_tensors(op, {{"x", x}, {"target", call.target}});
   TORCH_CHECK(call.target.scalar_type() == at::kLong, "torchkiln.", op, ": target: got dtype ",
               dtype_name(call.target.scalar_type()),
               ", expected int64, of classes; for probabilities call cross_entropy(linear(x, "
-              "weight, bias), target)");
+              "linear_weight, linear_bias), target)");
   const c10::SymIntArrayRef rows = x.sym_sizes().slice(0, x.dim() - 1);
   TORCH_CHECK(call.target.sym_sizes().equals(rows), "torchkiln.", op, ": target: got shape ",
               call.target.sym_sizes(), ", expected ", rows, " for x of shape ", x.sym_sizes(),
               ": a class for each row");
   if (call.loss.weight) {
     const Tensor& each = *call.loss.weight;
-    check_tensors(op, {{"x", x}, {"class_weight", each}});
-    check_parameter_dtype(op, "class_weight", each.scalar_type(), "x", x.scalar_type());
-    check_vector(op, "class_weight", each, weight.sym_size(0), "the first size of weight");
+    check_tensors(op, {{"x", x}, {"weight", each}});
+    check_parameter_dtype(op, "weight", each.scalar_type(), "x", x.scalar_type());
+    check_vector(op, "weight", each, weight.sym_size(0), kLayer.rows);
   }
   check_loss_numbers(op, call.loss);
   if (softcap) check_softcap(op, *softcap);

@@ -97,12 +97,13 @@ inline void check_loss_target(const char* op, const at::Tensor& logits, const at
 
 inline void check_loss_numbers(const char* op, const LossOptions& options) {
   const double label_smoothing = options.label_smoothing;
-  const auto& dtype = options.dtype;
+  const auto& dtype = options.loss_dtype;
   TORCH_CHECK_VALUE(label_smoothing >= 0 && label_smoothing <= 1, "torchkiln.", op,
                     ": label_smoothing: got ", label_smoothing,
                     ", expected a number between 0 and 1");
-  TORCH_CHECK(!dtype.has_value() || is_supported_dtype(*dtype), "torchkiln.", op, ": dtype: got ",
-              dtype_name(dtype.value_or(at::kFloat)), ", expected ", kSupportedDtypes);
+  TORCH_CHECK(!dtype.has_value() || is_supported_dtype(*dtype), "torchkiln.", op,
+              ": loss_dtype: got ", dtype_name(dtype.value_or(at::kFloat)), ", expected ",
+              kSupportedDtypes);
 }
 
 inline void check_softcap(const char* op, double softcap) {

@@ -36,7 +36,7 @@ struct ShardOptions : LossOptions {
 
 struct Shard {
   static constexpr const char* kSchema =
-      "torchkiln::cross_entropy_shard(Tensor logits, Tensor target, Tensor? weight, "
+      "torchkiln::_cross_entropy_shard(Tensor logits, Tensor target, Tensor? weight, "
       "int ignore_index, float label_smoothing, int first_class, int all_classes) -> Tensor";
 
   /// [5, rows]: the maximum, the sum of exp(logits - maximum), the sum of q * (logits - maximum),
@@ -69,7 +69,7 @@ struct ShardBackwardOptions : ShardOptions {
 struct ShardBackward {
   static constexpr const char* kName = "cross_entropy_shard_backward";
   static constexpr const char* kSchema =
-      "torchkiln::cross_entropy_shard_backward(Tensor grad, Tensor logits, Tensor target, "
+      "torchkiln::_cross_entropy_shard_backward(Tensor grad, Tensor logits, Tensor target, "
       "Tensor? weight, Tensor state, int ignore_index, float label_smoothing, int first_class, "
       "int all_classes) -> Tensor";
 

@@ -23,22 +23,29 @@ inline void check_weight_dtype(const char* op, const at::Tensor& x, const char* 
   check_same_dtype(op, name, weight, "x", x);
 }
 
+/// The names of a linear layer's arguments.
+struct LinearNames {
+  const char* weight = "weight";
+  const char* bias = "bias";
+  const char* rows = "the first size of weight";
+};
+
 /// Checks the arguments of a linear layer: x [..., k], weight [n, k], bias [n].
 inline void check_linear(const char* op, const at::Tensor& x, const at::Tensor& weight,
-                         const MaybeTensor& bias) {
-  check_tensors(op, {{"x", x}, {"weight", weight}});
+                         const MaybeTensor& bias, const LinearNames& names = {}) {
+  check_tensors(op, {{"x", x}, {names.weight, weight}});
   check_dtype(op, "x", x);
-  check_weight_dtype(op, x, "weight", weight);
+  check_weight_dtype(op, x, names.weight, weight);
   check_not_0_dim(op, "x", x);
-  TORCH_CHECK(weight.dim() == 2, "torchkiln.", op, ": weight: got ", weight.dim(),
+  TORCH_CHECK(weight.dim() == 2, "torchkiln.", op, ": ", names.weight, ": got ", weight.dim(),
               " dimensions (shape ", weight.sym_sizes(), "), expected 2");
-  TORCH_CHECK(weight.sym_size(1) == x.sym_size(-1), "torchkiln.", op, ": weight: got shape ",
-              weight.sym_sizes(), ", expected ", x.sym_size(-1),
+  TORCH_CHECK(weight.sym_size(1) == x.sym_size(-1), "torchkiln.", op, ": ", names.weight,
+              ": got shape ", weight.sym_sizes(), ", expected ", x.sym_size(-1),
               " as the second size, the last size of x");
   if (!bias) return;
-  check_tensors(op, {{"x", x}, {"bias", *bias}});
-  check_parameter_dtype(op, "bias", bias->scalar_type(), "x", x.scalar_type());
-  check_vector(op, "bias", *bias, weight.sym_size(0), "the first size of weight");
+  check_tensors(op, {{"x", x}, {names.bias, *bias}});
+  check_parameter_dtype(op, names.bias, bias->scalar_type(), "x", x.scalar_type());
+  check_vector(op, names.bias, *bias, weight.sym_size(0), names.rows);
 }
 
 }  // namespace torchkiln

@@ -67,7 +67,7 @@ void run_activation(const char* op, Activation activation, const at::Tensor& out
 /// The gradient of activation(x); `saved` is x or the output, see saved_by(activation).
 struct ActivationBackward {
   static constexpr const char* kSchema =
-      "torchkiln::activation_backward(Tensor grad, Tensor saved, str act) -> Tensor";
+      "torchkiln::_activation_backward(Tensor grad, Tensor saved, str act) -> Tensor";
   static at::Tensor meta(const at::Tensor& grad, const at::Tensor& saved, Activation act);
   static at::Tensor kernel(const at::Tensor& grad, const at::Tensor& saved, Activation act);
 };

@@ -77,7 +77,7 @@ void run(const Call& call, const Dropout& dropout, const Tensor& out) {
 struct Backward {
   using Wanted = std::array<bool, 2>;
   static constexpr const char* kSchema =
-      "torchkiln::dropout_add_backward(Tensor grad, Tensor state, float p, ScalarType bias_dtype, "
+      "torchkiln::_dropout_add_backward(Tensor grad, Tensor state, float p, ScalarType bias_dtype, "
       "bool[2] wanted, ScalarType? x_dtype=None) -> (Tensor, Tensor)";
   static constexpr const char* kName = "dropout_add_backward";
 
@@ -219,7 +219,7 @@ struct WithState {
     TORCHKILN_FIELDS(self.x, self.given_bias, self.residual, self.state, self.p);
   };
   static constexpr const char* kSchema =
-      "torchkiln::dropout_add_with_state(Tensor x, Tensor? bias, Tensor residual, Tensor? state, "
+      "torchkiln::_dropout_add_with_state(Tensor x, Tensor? bias, Tensor residual, Tensor? state, "
       "float p) -> Tensor";
   static constexpr std::array<size_t, 2> kPromotedBy{0, 2};
   static constexpr std::array<size_t, 3> kReadsMixed{0, 1, 2};

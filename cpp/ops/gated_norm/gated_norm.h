@@ -36,7 +36,7 @@ Two run(const Call& call, bool wants_rstd);
 /// The forward that also returns rstd: {y, rstd}.
 struct Forward {
   static constexpr const char* kSchema =
-      "torchkiln::gated_rms_norm_forward(Tensor x, Tensor gate, SymInt[] normalized_shape, "
+      "torchkiln::_gated_rms_norm_forward(Tensor x, Tensor gate, SymInt[] normalized_shape, "
       "Tensor? weight, float eps, bool gate_first, int groups, float offset) -> (Tensor, Tensor)";
   static Two meta(const Call& call) { return outputs(call, /*wants_rstd=*/true); }
   static Two kernel(const Call& call) { return run(call, /*wants_rstd=*/true); }
@@ -57,7 +57,7 @@ struct Backward {
                      self.offset, self.wanted);
   };
   static constexpr const char* kSchema =
-      "torchkiln::gated_rms_norm_backward(Tensor grad, Tensor x, Tensor gate, Tensor rstd, "
+      "torchkiln::_gated_rms_norm_backward(Tensor grad, Tensor x, Tensor gate, Tensor rstd, "
       "Tensor? weight, bool gate_first, float offset, bool[3] wanted) -> (Tensor, Tensor, Tensor)";
   static Three meta(const Arguments& call);
   static Three kernel(const Arguments& call);

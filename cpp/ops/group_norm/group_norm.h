@@ -34,7 +34,7 @@ Two run(const Call& call);
 /// The forward that also returns {y, statistics} for backward.
 struct Forward {
   static constexpr const char* kSchema =
-      "torchkiln::group_norm_forward(Tensor x, int num_groups, Tensor? weight, Tensor? bias, "
+      "torchkiln::_group_norm_forward(Tensor x, int num_groups, Tensor? weight, Tensor? bias, "
       "float eps, str act) -> (Tensor, Tensor)";
   static Two meta(const Call& call) { return outputs(call); }
   static Two kernel(const Call& call) { return run(call); }
@@ -54,7 +54,7 @@ struct Backward {
                      self.act, self.wanted);
   };
   static constexpr const char* kSchema =
-      "torchkiln::group_norm_backward(Tensor grad, Tensor x, Tensor statistics, int num_groups, "
+      "torchkiln::_group_norm_backward(Tensor grad, Tensor x, Tensor statistics, int num_groups, "
       "Tensor? weight, Tensor? bias, str act, bool[3] wanted) -> (Tensor, Tensor, Tensor)";
   static Three meta(const Arguments& call);
   static Three kernel(const Arguments& call);

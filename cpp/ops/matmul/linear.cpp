@@ -58,7 +58,7 @@ void run_product(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
     return;
   }
   to.addmm_(rows, columns, /*beta=*/0, /*alpha=*/scale);
-  if (bias) to.copy_(bias_act(to, *bias, 1.0, "none"));
+  if (bias) to.copy_(bias_act(to, *bias, {1.0, "none"}));
 }
 
 /// to = x weight^T * scale + bias with torch's matrix product.
@@ -79,7 +79,7 @@ void run_preactivation(const Tensor& x, const Tensor& weight, const MaybeTensor&
               scale, wide);
   const Tensor own = wide.narrow(0, 0, to.size(0)).narrow(1, 0, to.size(1));
   if (bias && !adds) {
-    to.copy_(bias_act(own, *bias, 1.0, "none"));
+    to.copy_(bias_act(own, *bias, {1.0, "none"}));
   } else if (!is_exact) {
     copy_rows(kName, own, to);
   }
@@ -92,7 +92,7 @@ void run_library(const Call& call, const Tensor& out, const Tensor& preactivatio
   if (keeps_product(x, call.bias, call.act)) {
     const Tensor& product = preactivation.defined() ? preactivation : out;
     run_preactivation(x, weight, std::nullopt, call.scale, as_matrix(product));
-    out.copy_(bias_act(product, *call.bias, 1.0, name_of(call.act)));
+    out.copy_(bias_act(product, *call.bias, {1.0, name_of(call.act)}));
   } else if (call.act == kActivation<None>) {
     run_preactivation(x, weight, call.bias, call.scale, as_matrix(out));
   } else {
@@ -175,7 +175,7 @@ Two pass_activation(const Incoming& in, const Tensor& kept, const MaybeTensor& m
 
 struct Op {
   static constexpr const char* kSchema =
-      "torchkiln::linear(Tensor x, Tensor weight, Tensor? bias=None, str act='none', "
+      "torchkiln::linear(Tensor x, Tensor weight, Tensor? bias=None, *, str act='none', "
       "float scale=1.0, Tensor? residual=None) -> Tensor";
 
   static Tensor meta(const Call& call) { return checked_output(call); }
@@ -233,9 +233,9 @@ struct Op {
                 pass_activation(in, kept, keeps_product(x, shift, act) ? shift : std::nullopt, act,
                                 bias_dtype, in.wants(2));
             const Tensor rows = as_matrix(passed);
-            if (in.wants(0)) grad_x = linear(passed, weight.t(), std::nullopt, "none", scale);
+            if (in.wants(0)) grad_x = linear(passed, weight.t(), std::nullopt, {"none", scale});
             if (in.wants(1))
-              grad_weight = linear(rows.t(), as_matrix(x).t(), std::nullopt, "none", scale);
+              grad_weight = linear(rows.t(), as_matrix(x).t(), std::nullopt, {"none", scale});
             grad_bias = passed_bias;
             if (in.wants(2) && !grad_bias.defined()) {
               constexpr int64_t kOverRows[] = {0};
@@ -265,8 +265,8 @@ TORCH_LIBRARY_FRAGMENT(torchkiln, m) { define<Forward, Op>(m); }
 namespace torchkiln {
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const MaybeTensor& bias,
-                  c10::string_view act, double scale, const MaybeTensor& residual) {
-  return call<linear_ops::Op>(x, weight, bias, act, scale, residual);
+                  const LinearOptions& options) {
+  return call<linear_ops::Op>(x, weight, bias, options);
 }
 
 }  // namespace torchkiln

@@ -20,7 +20,7 @@ struct Call {
 /// needs another tensor, or none. On the CPU it does not include a bias of another dtype than x.
 struct Forward {
   static constexpr const char* kSchema =
-      "torchkiln::linear_forward(Tensor x, Tensor weight, Tensor? bias, str act, float scale, "
+      "torchkiln::_linear_forward(Tensor x, Tensor weight, Tensor? bias, str act, float scale, "
       "Tensor? residual) -> (Tensor, Tensor)";
 
   static std::tuple<at::Tensor, at::Tensor> meta(const Call& call);

@@ -85,7 +85,7 @@ struct Plain {
     return {out, needs_input(act) ? kept : out};
   }
   static Tensor forward(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, Act act) {
-    return torchkiln::linear(x, weight, bias, name_of(act));
+    return torchkiln::linear(x, weight, bias, {name_of(act)});
   }
   /// recorded() again, in backward; the output may be undefined if backward() computes it.
   static Two again(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, Act act) {
@@ -225,13 +225,13 @@ template <>
 struct Schema<Plain> {
   static constexpr const char* kSchema =
       "torchkiln::mlp(Tensor x, Tensor up_weight, Tensor down_weight, Tensor? up_bias=None, "
-      "Tensor? down_bias=None, str act='gelu', str save='preact') -> Tensor";
+      "Tensor? down_bias=None, *, str act='gelu', str save='preact') -> Tensor";
 };
 template <>
 struct Schema<Gated> {
   static constexpr const char* kSchema =
       "torchkiln::gated_mlp(Tensor x, Tensor gate_up_weight, Tensor down_weight, "
-      "Tensor? gate_up_bias=None, Tensor? down_bias=None, str act='silu', str save='preact') "
+      "Tensor? gate_up_bias=None, Tensor? down_bias=None, *, str act='silu', str save='preact') "
       "-> Tensor";
 };
 
@@ -352,17 +352,16 @@ TORCH_LIBRARY_FRAGMENT(torchkiln, m) { define<Op<Plain>, Op<Gated>>(m); }
 namespace torchkiln {
 
 at::Tensor mlp(const at::Tensor& x, const at::Tensor& up_weight, const at::Tensor& down_weight,
-               const MaybeTensor& up_bias, const MaybeTensor& down_bias, std::string_view act,
-               std::string_view save) {
-  return call<mlp_ops::Op<mlp_ops::Plain>>(x, up_weight, down_weight, up_bias, down_bias, act,
-                                           save);
+               const MaybeTensor& up_bias, const MaybeTensor& down_bias,
+               const MlpOptions& options) {
+  return call<mlp_ops::Op<mlp_ops::Plain>>(x, up_weight, down_weight, up_bias, down_bias, options);
 }
 
 at::Tensor gated_mlp(const at::Tensor& x, const at::Tensor& gate_up_weight,
                      const at::Tensor& down_weight, const MaybeTensor& gate_up_bias,
-                     const MaybeTensor& down_bias, std::string_view act, std::string_view save) {
+                     const MaybeTensor& down_bias, const GatedMlpOptions& options) {
   return call<mlp_ops::Op<mlp_ops::Gated>>(x, gate_up_weight, down_weight, gate_up_bias, down_bias,
-                                           act, save);
+                                           options);
 }
 
 }  // namespace torchkiln

@@ -107,7 +107,7 @@ struct Forward {
                      self.centered);
   };
   static constexpr const char* kSchema =
-      "torchkiln::norm_forward(Tensor x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, "
+      "torchkiln::_norm_forward(Tensor x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, "
       "float eps, float offset, str round, bool centered) -> (Tensor, Tensor)";
   static Two meta(const Arguments& call);
   static Two kernel(const Arguments& call);
@@ -120,7 +120,7 @@ struct AddForward {
                      self.offset, self.round, self.centered);
   };
   static constexpr const char* kSchema =
-      "torchkiln::add_norm_forward(Tensor x, Tensor residual, SymInt[] normalized_shape, "
+      "torchkiln::_add_norm_forward(Tensor x, Tensor residual, SymInt[] normalized_shape, "
       "Tensor? weight, Tensor? bias, float eps, float offset, str round, bool centered) -> "
       "(Tensor, Tensor, Tensor)";
   static Three meta(const Arguments& call) { return outputs(call, /*wants_stats=*/true); }
@@ -132,7 +132,7 @@ struct AddForward {
 struct Backward {
   using Wanted = std::array<bool, 3>;
   static constexpr const char* kSchema =
-      "torchkiln::norm_backward(Tensor grad, Tensor? grad_sum, Tensor z, Tensor stats, "
+      "torchkiln::_norm_backward(Tensor grad, Tensor? grad_sum, Tensor z, Tensor stats, "
       "Tensor? weight, float offset, ScalarType weight_dtype, bool[3] wanted) -> "
       "(Tensor, Tensor, Tensor)";
   static Three meta(const Tensor& grad, const MaybeTensor& grad_sum, const Tensor& z,

@@ -65,14 +65,14 @@ struct AddNormInPlace {
 struct LayerNormOut : NormOut<LayerNormCall> {
   static constexpr const char* kName = "layer_norm";
   static constexpr const char* kSchema =
-      "torchkiln::layer_norm_out(Tensor x, SymInt[1] normalized_shape, Tensor? weight, "
+      "torchkiln::_layer_norm_out(Tensor x, SymInt[1] normalized_shape, Tensor? weight, "
       "Tensor? bias, float eps, float offset, str round, Tensor(a!) out) -> ()";
 };
 
 struct RmsNormOut : NormOut<RmsNormCall> {
   static constexpr const char* kName = "rms_norm";
   static constexpr const char* kSchema =
-      "torchkiln::rms_norm_out(Tensor x, SymInt[1] normalized_shape, Tensor? weight, float? eps, "
+      "torchkiln::_rms_norm_out(Tensor x, SymInt[1] normalized_shape, Tensor? weight, float? eps, "
       "float offset, str round, Tensor(a!) out) -> ()";
 };
 

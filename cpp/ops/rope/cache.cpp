@@ -26,7 +26,7 @@ void check_cache(const QkvCall& call, const char* name, const Tensor& cache) {
 
 struct QkvIntoCache {
   static constexpr const char* kSchema =
-      "torchkiln::qkv_norm_rope_cache(Tensor qkv, Tensor cos, Tensor sin, Tensor? q_weight, "
+      "torchkiln::_qkv_norm_rope_cache(Tensor qkv, Tensor cos, Tensor sin, Tensor? q_weight, "
       "Tensor? k_weight, int heads, int kv_heads, float eps, str norm, float offset, "
       "bool interleaved, Tensor? positions, int? partial, Tensor(a!) keys, Tensor(b!) values) -> "
       "Tensor";

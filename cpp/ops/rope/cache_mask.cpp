@@ -8,7 +8,7 @@ namespace {
 
 struct CacheMaskOp {
   static constexpr const char* kSchema =
-      "torchkiln::cache_mask(Tensor positions, int length, ScalarType dtype) -> Tensor";
+      "torchkiln::_cache_mask(Tensor positions, int length, ScalarType dtype) -> Tensor";
   static constexpr const char* kName = "cache_mask";
 
   static Tensor meta(const Tensor& positions, int64_t length, at::ScalarType dtype) {

@@ -64,7 +64,7 @@ struct QkvBackward {
     }
   };
   static constexpr const char* kSchema =
-      "torchkiln::qkv_norm_rope_backward(Tensor? grad_q, Tensor? grad_k, Tensor? grad_v, "
+      "torchkiln::_qkv_norm_rope_backward(Tensor? grad_q, Tensor? grad_k, Tensor? grad_v, "
       "Tensor qkv, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, int heads, "
       "int kv_heads, float eps, str norm, float offset, bool interleaved, Tensor? positions, "
       "int? partial, bool[2] wanted) -> (Tensor, Tensor, Tensor)";

@@ -103,7 +103,7 @@ void put_dim_last(Call& call, MaybeTensor& mask, const Tensor& tensor, int64_t d
 
 struct Backward {
   static constexpr const char* kSchema =
-      "torchkiln::softmax_backward(Tensor grad, Tensor y, int dim, bool log, float scale, "
+      "torchkiln::_softmax_backward(Tensor grad, Tensor y, int dim, bool log, float scale, "
       "Tensor? mask, bool causal) -> Tensor";
   static constexpr const char* kName = "softmax_backward";
 

@@ -18,7 +18,7 @@ using c10::SymInt;
 
 constexpr const char* kTransposed = "spmm_transposed";
 constexpr const char* kSampled = "spmm_sampled";
-constexpr const char* kTranspose = "spmm_transpose";
+constexpr const char* kTranspose = "csr_transpose";
 
 /// Fewest multiplications per CPU thread. With fewer, a thread starts more slowly than it computes.
 constexpr int64_t kGrain = 1 << 14;

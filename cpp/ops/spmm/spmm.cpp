@@ -188,7 +188,7 @@ Tensor CsrOp::recorded(const Below& below, const CsrCall& call) {
 
 Tensor TransposedOp::recorded(const Below& below, const Tensor& crow, const Tensor& col,
                               const Tensor& values, const Tensor& x, const Tensor& transpose) {
-  return record(name_of_op<TransposedOp>(), {values, x},
+  return record("spmm_transposed", {values, x},
                 below.call<TransposedOp>(crow, col, values, x, transpose),
                 keep(crow, col, values, x, transpose), [](const Incoming& in, const Kept<5>& kept) {
                   const Pattern pattern{kept[0], kept[1], kept[4]};
@@ -210,7 +210,7 @@ Tensor TransposedOp::recorded(const Below& below, const Tensor& crow, const Tens
 Tensor SampledOp::recorded(const Below& below, const Tensor& crow, const Tensor& col,
                            const Tensor& left, const Tensor& right, const MaybeTensor& transpose,
                            bool summed) {
-  return record(name_of_op<SampledOp>(), {left, right},
+  return record("spmm_sampled", {left, right},
                 below.call<SampledOp>(crow, col, left, right, transpose, summed),
                 keep(crow, col, left, right, tensor_or_undefined(transpose)),
                 [](const Incoming& in, const Kept<5>& kept) {

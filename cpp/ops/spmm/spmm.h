@@ -45,7 +45,7 @@ struct CsrOp {
 
 struct TransposedOp {
   static constexpr const char* kSchema =
-      "torchkiln::spmm_transposed(Tensor crow, Tensor col, Tensor values, Tensor x, "
+      "torchkiln::_spmm_transposed(Tensor crow, Tensor col, Tensor values, Tensor x, "
       "Tensor transpose) -> Tensor";
   static Tensor meta(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& x,
                      const Tensor& transpose);
@@ -59,7 +59,7 @@ struct TransposedOp {
 
 struct SampledOp {
   static constexpr const char* kSchema =
-      "torchkiln::spmm_sampled(Tensor crow, Tensor col, Tensor left, Tensor right, "
+      "torchkiln::_spmm_sampled(Tensor crow, Tensor col, Tensor left, Tensor right, "
       "Tensor? transpose, bool summed) -> Tensor";
   static Tensor meta(const Tensor& crow, const Tensor& col, const Tensor& left, const Tensor& right,
                      const MaybeTensor& transpose, bool summed);
@@ -75,7 +75,7 @@ struct SampledOp {
 /// Builds the transposed pattern, packed into one tensor.
 struct TransposeOp {
   static constexpr const char* kSchema =
-      "torchkiln::spmm_transpose(Tensor crow, Tensor col, SymInt columns) -> Tensor";
+      "torchkiln::csr_transpose(Tensor crow, Tensor col, SymInt columns) -> Tensor";
   static Tensor meta(const Tensor& crow, const Tensor& col, c10::SymInt columns);
   static Tensor kernel(const Tensor& crow, const Tensor& col, c10::SymInt columns);
 };

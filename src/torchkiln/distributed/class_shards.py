@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 MAXIMUM, SUM, BELOW, MASS, WEIGHT = range(5)
-"""Indices of the numbers of a row in the result of ``cross_entropy_shard``."""
+"""Indices of the numbers of a row in the result of ``_cross_entropy_shard``."""
 
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """The function's name since torch 2.13, else its name before."""
@@ -77,7 +77,7 @@ def numbers_of_rows(
 ) -> Rows:
     """The numbers of rows from ``logits`` ``[rows, classes of the shard]``; communicates once."""
     shard = options.shard
-    own = torch.ops.torchkiln.cross_entropy_shard.default(
+    own = torch.ops.torchkiln._cross_entropy_shard.default(
         logits,
         target,
         weight,
@@ -127,7 +127,7 @@ def gradient_of_logits(  # noqa: PLR0917
 ) -> Tensor:
     """The gradient of the shard's logits; ``grad`` has one number per row, or one for all rows."""
     shard = options.shard
-    found: Tensor = torch.ops.torchkiln.cross_entropy_shard_backward.default(
+    found: Tensor = torch.ops.torchkiln._cross_entropy_shard_backward.default(
         grad,
         logits,
         target,

@@ -58,8 +58,8 @@ def dropped(x: Any, bias: Any, residual: Any, p: float, training: bool) -> Any:
     ops = torch.ops.torchkiln
     state = None
     if training and p > 0:
-        state = ops.dropout_state.default(x)
-    return ops.dropout_add_with_state.default(x, bias, residual, state, p)
+        state = ops._dropout_state.default(x)
+    return ops._dropout_add_with_state.default(x, bias, residual, state, p)
 
 
 def dropout_add(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -83,6 +83,6 @@ def bias_dropout_add(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 HANDLERS = {
     "bias_dropout_add": bias_dropout_add,
     "dropout_add": dropout_add,
-    "dropout_state": dropout_state,
+    "_dropout_state": dropout_state,
 }
 """The function of each op by name, in the form of torch's handlers for DTensor."""

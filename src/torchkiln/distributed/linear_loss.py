@@ -195,34 +195,34 @@ class ShardedLinearLoss(torch.autograd.Function):
 
 def vocab_parallel_linear_cross_entropy(
     x: Tensor,
-    weight: Tensor,
+    linear_weight: Tensor,
     target: Tensor,
     group: dist.ProcessGroup | None = None,
-    bias: Tensor | None = None,
     *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
     classes: int | None = None,
     first_class: int | None = None,
-    class_weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    dtype: torch.dtype | None = None,
+    loss_dtype: torch.dtype | None = None,
     softcap: float | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
     """Returns :func:`torchkiln.linear_cross_entropy` of a layer whose classes are distributed.
 
-    Each process of ``group`` has the rows of ``weight`` for some adjacent classes, in the order of
-    the ranks, and the whole ``x``. All processes get the same loss. Logits are computed for a chunk
+    Each process of ``group`` has the rows of ``linear_weight`` for some adjacent classes, in the
+    order of the ranks, and the whole ``x``. All processes get the same loss. Logits are computed for a chunk
     of rows at a time: as many rows as fit in 1 GiB, at least 2048 and at most 8192. The same pass
-    computes the gradients of ``x``, ``weight`` and ``bias``. Each chunk gathers four numbers per
-    row and process, or five with ``class_weight``. Backward adds the gradients of ``x`` of all
+    computes the gradients of ``x`` and of the layer. Each chunk gathers four numbers per row and
+    process, or five with ``weight``. Backward adds the gradients of ``x`` of all
     processes once. The gradients of weight and bias are added in float32 for half precision. There
     is no second derivative.
 
     ``x`` and ``target`` are equal on all processes. ``target`` counts classes over all processes;
-    ``weight``, ``bias`` and ``class_weight`` hold the classes of this process. ``group``,
+    ``linear_weight``, ``linear_bias`` and ``weight`` hold the classes of this process. ``group``,
     ``classes`` and ``first_class`` are those of :func:`vocab_parallel_cross_entropy`, the other
     arguments those of :func:`torchkiln.linear_cross_entropy`.
     """
@@ -233,21 +233,25 @@ def vocab_parallel_linear_cross_entropy(
     device = x.device.type
     if torch.is_autocast_enabled(device):
         to = torch.get_autocast_dtype(device)
-        x, weight = x.to(to), weight.to(to)
-        bias = bias if bias is None or bias.dtype == torch.float32 else bias.to(to)
-    if weight.ndim != 2 or weight.dtype != x.dtype or weight.shape[1:] != x.shape[-1:]:
+        x, linear_weight = x.to(to), linear_weight.to(to)
+        if linear_bias is not None and linear_bias.dtype != torch.float32:
+            linear_bias = linear_bias.to(to)
+    fits = linear_weight.ndim == 2 and linear_weight.shape[1:] == x.shape[-1:]
+    if not fits or linear_weight.dtype != x.dtype:
+        found = f"{linear_weight.dtype} {list(linear_weight.shape)}"
         raise ValueError(
-            f"torchkiln.{NAME}: weight: got {weight.dtype} {list(weight.shape)}, expected "
-            f"{x.dtype} [classes of this process, {x.shape[-1]}], as of x"
+            f"torchkiln.{NAME}: linear_weight: got {found}, expected {x.dtype} "
+            f"[classes of this process, {x.shape[-1]}], as of x"
         )
-    shard = class_shard(NAME, weight.shape[0], group, classes, first_class)
-    loss_dtype = dtype_of_loss(x, dtype)
-    options = LossOptions(shard, ignore_index, reduction, label_smoothing, z_loss, loss_dtype)
-    if class_weight is not None and softcap is not None:
-        class_weight = class_weight.to(compute_dtype(x.dtype))
+    shard = class_shard(NAME, linear_weight.shape[0], group, classes, first_class)
+    dtype = dtype_of_loss(x, loss_dtype)
+    options = LossOptions(shard, ignore_index, reduction, label_smoothing, z_loss, dtype)
+    if weight is not None and softcap is not None:
+        weight = weight.to(compute_dtype(x.dtype))
     flat = x.reshape(-1, x.shape[-1]).contiguous()
     with torch.autocast(device, enabled=False):
         loss: Tensor = ShardedLinearLoss.apply(  # type: ignore[no-untyped-call]
-            flat, weight, bias, target.reshape(-1), class_weight, softcap, temperature, options
+            *(flat, linear_weight, linear_bias, target.reshape(-1), weight),
+            *(softcap, temperature, options),
         )
     return loss.view(target.shape) if reduction == "none" else loss

@@ -68,7 +68,7 @@ def vocab_parallel_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    dtype: torch.dtype | None = None,
+    loss_dtype: torch.dtype | None = None,
     softcap: float | None = None,
 ) -> Tensor:
     """Returns :func:`torchkiln.cross_entropy` of logits whose classes are distributed.
@@ -100,8 +100,8 @@ def vocab_parallel_cross_entropy(
     else:
         shard = class_shard(NAME, logits.shape[-1], group, classes, first_class)
     check_target(NAME, target, logits.shape[:-1])
-    loss_dtype = dtype_of_loss(logits, dtype)
-    options = LossOptions(shard, ignore_index, reduction, label_smoothing, z_loss, loss_dtype)
+    dtype = dtype_of_loss(logits, loss_dtype)
+    options = LossOptions(shard, ignore_index, reduction, label_smoothing, z_loss, dtype)
     if softcap is not None:
         logits = (logits.to(compute_dtype(logits.dtype)) / softcap).tanh() * softcap
         weight = None if weight is None else weight.to(logits.dtype)

@@ -24,8 +24,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
     """The cross-entropy of logits and classes or probabilities.
 
     Has the interface and the ``state_dict`` of :class:`torch.nn.CrossEntropyLoss`, and the
-    additional arguments of :func:`torchkiln.cross_entropy`. ``weight`` is a buffer; ``loss_dtype``
-    is the ``dtype`` of the function.
+    additional arguments of :func:`torchkiln.cross_entropy`. ``weight`` is a buffer.
 
     Shape:
         input ``[classes]``, ``[rows, classes]`` or ``[rows, classes, ...]``. The target has this
@@ -74,7 +73,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
             z_loss=self.z_loss,
-            dtype=self.loss_dtype,
+            loss_dtype=self.loss_dtype,
             check_target=self.check_target,
             inplace_backward=self.inplace_backward,
             softcap=self.softcap,
@@ -152,13 +151,13 @@ class LinearCrossEntropyLoss(nn.Module):
             input,
             self.linear.weight,
             target,
-            self.linear.bias,
-            class_weight=self.weight,
+            linear_bias=self.linear.bias,
+            weight=self.weight,
             ignore_index=self.ignore_index,
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
             z_loss=self.z_loss,
-            dtype=self.loss_dtype,
+            loss_dtype=self.loss_dtype,
             check_target=self.check_target,
             softcap=self.softcap,
             temperature=self.temperature,

@@ -96,7 +96,7 @@ class KVCache(nn.Module):
         # float8 and integers have no infinity.
         has_infinity = self.keys.is_floating_point() and self.keys.itemsize > 1
         dtype = self.keys.dtype if has_infinity else torch.float32
-        found: Tensor = torch.ops.torchkiln.cache_mask.default(positions, self.max_length, dtype)
+        found: Tensor = torch.ops.torchkiln._cache_mask.default(positions, self.max_length, dtype)
         return found
 
     def check_length(self, tokens: int) -> None:

@@ -1,6 +1,7 @@
 """The module of the rotary embedding."""
 
 from collections.abc import Callable
+from typing import overload
 
 import torch
 from torch import Tensor, nn
@@ -72,9 +73,17 @@ class RotaryEmbedding(nn.Module):
             self._set_tables(self.cos.device, self.cos.dtype)
         return self
 
+    @overload
+    def forward(
+        self, q: Tensor, k: Tensor, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def forward(
+        self, q: Tensor, k: None = None, positions: Tensor | None = None
+    ) -> tuple[Tensor, None]: ...
     def forward(
         self, q: Tensor, k: Tensor | None = None, positions: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Applies the op."""
         cos, sin = self.cos, self.sin
         if positions is None:

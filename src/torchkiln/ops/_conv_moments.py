@@ -32,10 +32,10 @@ def conv_with_moments(
         return None
     agree = weight.shape[1] == x.shape[1] and weight.device == x.device  # else torch's error
     ops = torch.ops.torchkiln
-    if not agree or not ops.pixel_conv_gains.default(x, weight.shape[0]):
+    if not agree or not ops._pixel_conv_gains.default(x, weight.shape[0]):
         return None
     _C.note("1x1 convolution as a matrix product that computes the moments of its results")
-    y, moments = ops.pixel_conv.default(x, weight.to(dtype))
+    y, moments = ops._pixel_conv.default(x, weight.to(dtype))
     return y, moments
 
 
@@ -63,6 +63,6 @@ def bn_act_from(  # noqa: PLR0917
 ) -> Tensor:
     """:func:`torchkiln.bn_act` in training, from the computed ``moments`` of ``x``."""
     parts = weight, bias, running_mean, running_var, residual
-    op = torch.ops.torchkiln.bn_act_from_moments.default
+    op = torch.ops.torchkiln._bn_act_from_moments.default
     y: Tensor = op(x, moments[None], *parts, act, momentum, eps)
     return y

@@ -38,12 +38,12 @@ def register_flops(module: ModuleType) -> None:
     """Registers the formulas with torch's module."""
     ops = torch.ops.torchkiln
     module.register_flop_formula(ops.matmul, get_raw=True)(matmul_flops)
-    module.register_flop_formula([ops.linear, ops.linear_forward], get_raw=True)(linear_flops)
+    module.register_flop_formula([ops.linear, ops._linear_forward], get_raw=True)(linear_flops)
     module.register_flop_formula([ops.mlp, ops.gated_mlp], get_raw=True)(mlp_flops)
     losses = [
         ops.linear_cross_entropy,
-        ops.linear_cross_entropy_with_metrics,
-        ops.linear_cross_entropy_forward,
-        ops.linear_cross_entropy_backward,
+        ops._linear_cross_entropy_with_metrics,
+        ops._linear_cross_entropy_forward,
+        ops._linear_cross_entropy_backward,
     ]
     module.register_flop_formula(losses, get_raw=True)(chunk_flops)

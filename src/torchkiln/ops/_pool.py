@@ -65,7 +65,7 @@ def bn_act_pool(  # noqa: PLR0917
     """
     if not is_compiling():
         _C.note("max pool in the kernel of the batch norm")
-    op = torch.ops.torchkiln.bn_act_pool.default
+    op = torch.ops.torchkiln._bn_act_pool.default
     parts = weight, bias, running_mean, running_var
     y: Tensor = op(x, *parts, act, momentum, eps, *windows)
     return y

@@ -54,7 +54,7 @@ def bn_act(  # noqa: PLR0917
     """
     updates = training and running_mean is not None
     ops = torch.ops.torchkiln
-    op = ops.bn_act_update.default if updates else ops.bn_act.default
+    op = ops._bn_act_update.default if updates else ops.bn_act.default
     return op(
         x,
         weight,
@@ -95,7 +95,7 @@ class _SyncForward(torch.autograd.Function):
         group: Any,
     ) -> Tensor:
         y: Tensor
-        y, signs = torch.ops.torchkiln.sync_bn_forward(x, statistics, weight, bias, residual, act)
+        y, signs = torch.ops.torchkiln._sync_bn_forward(x, statistics, weight, bias, residual, act)
         has_signs = residual is not None and act == "relu"
         keeps_residual = residual is not None and act not in ("relu", "none")
         ctx.save_for_backward(
@@ -116,7 +116,7 @@ class _SyncForward(torch.autograd.Function):
         x, weight, bias, residual, statistics, count, signs = ctx.saved_tensors
         act, wanted = ctx.act, list(ctx.needs_input_grad[:4])
         passes = wanted[3] and act == "none"  # the gradient of the residual is the incoming one
-        coefficients, *found = torch.ops.torchkiln.sync_bn_backward_sums(
+        coefficients, *found = torch.ops.torchkiln._sync_bn_backward_sums(
             grad,
             x,
             statistics,
@@ -134,7 +134,7 @@ class _SyncForward(torch.autograd.Function):
             dist.all_reduce(coefficients, group=ctx.group)
             if wanted[3] and act == "relu":  # the residual and relu's argument share one gradient
                 grad, act, signs = found[2], "none", None
-            grad_x = torch.ops.torchkiln.sync_bn_backward_input(
+            grad_x = torch.ops.torchkiln._sync_bn_backward_input(
                 grad, x, statistics, coefficients, weight, bias, residual, signs, act
             )
         if passes:
@@ -167,8 +167,8 @@ def sync_bn_act(  # noqa: PLR0917
     """
     batches = momentum if isinstance(momentum, Tensor) else None
     with torch.no_grad():
-        own = torch.ops.torchkiln.sync_bn_moments(x)
-        statistics, count = torch.ops.torchkiln.sync_bn_statistics(
+        own = torch.ops.torchkiln._sync_bn_moments(x)
+        statistics, count = torch.ops.torchkiln._sync_bn_statistics(
             x,
             _gathered(own, group),
             running_mean,

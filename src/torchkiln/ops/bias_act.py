@@ -22,4 +22,4 @@ def bias_act(x: Tensor, bias: Tensor, *, scale: float = 1.0, act: Activation = "
         scale: a number.
         act: an activation, or none.
     """
-    return torch.ops.torchkiln.bias_act.default(x, bias, scale, act)
+    return torch.ops.torchkiln.bias_act.default(x, bias, scale=scale, act=act)

@@ -21,6 +21,7 @@ class CrossEntropyOutput(NamedTuple):
     """None unless requested."""
 
 
+# torch.export saves programs that return it.
 _register_namedtuple(CrossEntropyOutput, serialized_type_name="torchkiln.CrossEntropyOutput")
 
 
@@ -31,7 +32,7 @@ class LossOptions(TypedDict, total=False):
     reduction: Reduction
     label_smoothing: float
     z_loss: float
-    dtype: torch.dtype | None
+    loss_dtype: torch.dtype | None
     check_target: bool
     softcap: float | None
 
@@ -45,7 +46,8 @@ class LogitsOptions(LossOptions, total=False):
 class LinearOptions(LossOptions, total=False):
     """Options of :func:`linear_cross_entropy`."""
 
-    class_weight: Tensor | None
+    linear_bias: Tensor | None
+    weight: Tensor | None
     temperature: float
 
 
@@ -99,7 +101,7 @@ def cross_entropy(
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    dtype: torch.dtype | None = None,
+    loss_dtype: torch.dtype | None = None,
     check_target: bool = False,
     inplace_backward: bool = False,
     softcap: float | None = None,
@@ -139,8 +141,8 @@ def cross_entropy(
         label_smoothing: the share of the probability, between 0 and 1, that is distributed evenly
             over the classes.
         z_loss: the factor of ``lse**2``, a penalty that keeps the logits small.
-        dtype: dtype of the loss; None for the dtype of ``logits``. Under autocast None is float32
-            for half precision logits, which are not converted.
+        loss_dtype: None for the dtype of ``logits``. Under autocast None is float32 for half
+            precision logits, which are not converted.
         check_target: whether to validate the target first and raise an error with the first class
             that is out of range. This waits for the GPU.
         inplace_backward: whether backward writes the gradient into the memory of ``logits``. The
@@ -162,7 +164,7 @@ def cross_entropy(
         "reduction": reduction,
         "label_smoothing": label_smoothing,
         "z_loss": z_loss,
-        "dtype": dtype,
+        "loss_dtype": loss_dtype,
         "check_target": check_target,
         "inplace_backward": inplace_backward,
         "softcap": softcap,
@@ -170,7 +172,7 @@ def cross_entropy(
     ops, given = torch.ops.torchkiln, (logits, target, weight)
     if not return_z_loss and not return_accuracy:
         return ops.cross_entropy.default(*given, **options)
-    loss, z, accuracy = ops.cross_entropy_with_metrics.default(
+    loss, z, accuracy = ops._cross_entropy_with_metrics.default(
         *given, **options, accuracy=return_accuracy
     )
     return CrossEntropyOutput(
@@ -181,9 +183,8 @@ def cross_entropy(
 @overload
 def linear_cross_entropy(
     x: Tensor,
-    weight: Tensor,
+    linear_weight: Tensor,
     target: Tensor,
-    bias: Tensor | None = None,
     *,
     return_z_loss: Literal[False] = False,
     return_accuracy: Literal[False] = False,
@@ -192,9 +193,8 @@ def linear_cross_entropy(
 @overload
 def linear_cross_entropy(
     x: Tensor,
-    weight: Tensor,
+    linear_weight: Tensor,
     target: Tensor,
-    bias: Tensor | None = None,
     *,
     return_z_loss: Literal[True],
     return_accuracy: bool = False,
@@ -203,9 +203,8 @@ def linear_cross_entropy(
 @overload
 def linear_cross_entropy(
     x: Tensor,
-    weight: Tensor,
+    linear_weight: Tensor,
     target: Tensor,
-    bias: Tensor | None = None,
     *,
     return_z_loss: bool = False,
     return_accuracy: Literal[True],
@@ -214,9 +213,8 @@ def linear_cross_entropy(
 @overload
 def linear_cross_entropy(
     x: Tensor,
-    weight: Tensor,
+    linear_weight: Tensor,
     target: Tensor,
-    bias: Tensor | None = None,
     *,
     return_z_loss: bool = False,
     return_accuracy: bool = False,
@@ -225,56 +223,58 @@ def linear_cross_entropy(
 @eager(_C.linear_cross_entropy, beside=("return_z_loss", "return_accuracy"), input="x")
 def linear_cross_entropy(
     x: Tensor,
-    weight: Tensor,
+    linear_weight: Tensor,
     target: Tensor,
-    bias: Tensor | None = None,
     *,
-    class_weight: Tensor | None = None,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    dtype: torch.dtype | None = None,
+    loss_dtype: torch.dtype | None = None,
     check_target: bool = False,
     softcap: float | None = None,
     temperature: float = 1.0,
     return_z_loss: bool = False,
     return_accuracy: bool = False,
 ) -> Tensor | CrossEntropyOutput:
-    """Returns ``cross_entropy(x @ weight.T + bias, target)`` without all logits in memory.
+    """Returns the cross-entropy of a linear layer's outputs, without all logits in memory.
+
+    It is ``cross_entropy(x @ linear_weight.T + linear_bias, target)``; arguments are named as in
+    :func:`torch.nn.functional.linear_cross_entropy`.
 
     Logits are computed for a chunk of rows at a time: as many rows as fit in 1 GiB, at least 2048
     and at most 8192. Forward overwrites the logits with their gradient and computes the gradients
-    of ``x``, ``weight`` and ``bias`` from it, chunk by chunk; backward multiplies these three by
+    of ``x`` and of the layer from it, chunk by chunk; backward multiplies these by
     the incoming gradient. So forward costs three products if a gradient is required, else one. The
     host never waits for the GPU.
 
-    Apart from the gradients, memory holds the logits of one chunk. The gradient of ``weight`` in
-    half precision is summed over the chunks in float32, which takes twice the memory of ``weight``.
-    The sum is rounded to bfloat16 at the end of forward; in float16 it stays float32 until
+    Apart from the gradients, memory holds the logits of one chunk. The gradient of
+    ``linear_weight`` in half precision is summed over the chunks in float32, which takes twice its
+    memory. The sum is rounded to bfloat16 at the end of forward; in float16 it stays float32 until
     backward. On a GPU in bfloat16, up to 8192 rows are one chunk if this takes no more memory than
     a smaller chunk and the float32 sum.
 
     On a GPU, large half-precision products of classes that are no multiple of 8 need copies of
-    ``weight`` and of its gradient, too. Losses per row (``reduction="none"``) keep no gradients:
-    their backward computes the logits again. Second derivatives, ``torch.func`` and forward mode
-    compute all logits with torch's own ops.
+    ``linear_weight`` and of its gradient, too. Losses per row (``reduction="none"``) keep no
+    gradients: their backward computes the logits again. Second derivatives, ``torch.func`` and
+    forward mode compute all logits with torch's own ops.
 
     Args:
         x: ``[..., features]``; float32, float64, float16 or bfloat16.
-        weight: ``[classes, features]``; of the dtype of ``x``.
+        linear_weight: ``[classes, features]``; of the dtype of ``x``.
         target: ``[...]``, int64: the class of each row.
-        bias: ``[classes]``; of the dtype of ``x``, or float32 if ``x`` has half precision.
-        class_weight: ``[classes]``: a factor for each class; a dtype as for ``bias``. It has no
+        linear_bias: ``[classes]``; of the dtype of ``x``, or float32 if ``x`` has half precision.
+        weight: ``[classes]``: a factor for each class; a dtype as for ``linear_bias``. It has no
             gradient.
         ignore_index: rows with this target have no loss and no gradient, and do not count in the
             mean.
-        reduction: none, mean or sum. The mean is the sum of the losses divided by the sum of the
-            class weights of the targets.
+        reduction: none, mean or sum. The mean is the sum of the losses divided by the sum of
+            ``weight`` at the targets.
         label_smoothing: the share of the probability that is distributed evenly over the classes.
         z_loss: the factor of ``log(sum(exp(logits)))**2``, which is added to the loss of each row.
-        dtype: dtype of the loss; None for the dtype of ``x``. Under autocast None is float32 for
-            half precision.
+        loss_dtype: None for the dtype of ``x``. Under autocast None is float32 for half precision.
         check_target: whether to validate the target first and raise an error with the first class
             that is out of range. This waits for the GPU.
         softcap: a number greater than 0: the loss is that of ``softcap * tanh(logits / softcap)``.
@@ -286,20 +286,21 @@ def linear_cross_entropy(
         return_accuracy: as for :func:`cross_entropy`.
     """
     options = {
-        "class_weight": class_weight,
+        "linear_bias": linear_bias,
+        "weight": weight,
         "ignore_index": ignore_index,
         "reduction": reduction,
         "label_smoothing": label_smoothing,
         "z_loss": z_loss,
-        "dtype": dtype,
+        "loss_dtype": loss_dtype,
         "check_target": check_target,
         "softcap": softcap,
         "temperature": temperature,
     }
-    ops, given = torch.ops.torchkiln, (x, weight, target, bias)
+    ops, given = torch.ops.torchkiln, (x, linear_weight, target)
     if not return_z_loss and not return_accuracy:
         return ops.linear_cross_entropy.default(*given, **options)
-    loss, z, accuracy = ops.linear_cross_entropy_with_metrics.default(
+    loss, z, accuracy = ops._linear_cross_entropy_with_metrics.default(
         *given, **options, accuracy=return_accuracy
     )
     return CrossEntropyOutput(

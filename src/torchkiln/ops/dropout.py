@@ -53,10 +53,10 @@ def _traced(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, training
 
     An eager call draws the same state, so equal seeds give equal masks.
     """
-    state = torch.ops.torchkiln.dropout_state.default(x) if training and 0 < p < 1 else None
+    state = torch.ops.torchkiln._dropout_state.default(x) if training and 0 < p < 1 else None
     if training and p == 1:
         state = torch.zeros(2, dtype=torch.int64, device=x.device)
-    return torch.ops.torchkiln.dropout_add_with_state.default(x, bias, residual, state, p)
+    return torch.ops.torchkiln._dropout_add_with_state.default(x, bias, residual, state, p)
 
 
 def _save_state(mode: Any, x: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def _save_state(mode: Any, x: Tensor) -> Tensor:
     An activation checkpoint would otherwise draw it again in backward. On a GPU torch would then
     also draw the forward state from another generator, which ignores ``torch.manual_seed``.
     """
-    op = torch.ops.torchkiln.dropout_state.default
+    op = torch.ops.torchkiln._dropout_state.default
     state: Tensor = mode.__torch_dispatch__(op, (), (x,), {})
     tracing = mode if isinstance(mode, ProxyTorchDispatchMode) else get_proxy_mode()
     if tracing is not None:
@@ -75,6 +75,6 @@ def _save_state(mode: Any, x: Tensor) -> Tensor:
 
 
 for _mode in (ProxyTorchDispatchMode, _CachingTorchDispatchMode):  # tracing, checkpoints
-    _op = torch.ops.torchkiln.dropout_state.default
+    _op = torch.ops.torchkiln._dropout_state.default
     _op.python_key_table.pop(_mode, None)  # set if an earlier import was dropped from sys.modules
     _op.py_impl(_mode)(_save_state)

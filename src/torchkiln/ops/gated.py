@@ -35,7 +35,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, out: Tensor | None = None)
     """
     if out is not None:
         check_no_gradient("swiglu", "out", gate, up, out)
-        torch.ops.torchkiln.swiglu_out.default(gate, up, out)
+        torch.ops.torchkiln._swiglu_out.default(gate, up, out)
         return out
     first, second = _halves("swiglu", gate, up)
     return F.silu(first) * second

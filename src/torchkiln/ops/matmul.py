@@ -53,7 +53,8 @@ def linear(
         scale: a number.
         residual: ``[..., n]``; of the dtype of ``x``.
     """
-    return torch.ops.torchkiln.linear.default(x, weight, bias, act, scale, residual)
+    op = torch.ops.torchkiln.linear.default
+    return op(x, weight, bias, act=act, scale=scale, residual=residual)
 
 
 @eager(_C.mlp, input="x")
@@ -83,7 +84,8 @@ def mlp(
         save: what is kept for backward: ``"preact"``, the argument of the activation (for relu the
             result), or ``"none"``: backward computes the hidden layer again, one more product.
     """
-    return torch.ops.torchkiln.mlp.default(x, up_weight, down_weight, up_bias, down_bias, act, save)
+    op = torch.ops.torchkiln.mlp.default
+    return op(x, up_weight, down_weight, up_bias, down_bias, act=act, save=save)
 
 
 @eager(_C.gated_mlp, input="x")
@@ -113,6 +115,5 @@ def gated_mlp(
         save: what is kept for backward: ``"preact"``, that is gate and up, or ``"none"``: backward
             computes both again, one more product.
     """
-    return torch.ops.torchkiln.gated_mlp.default(
-        x, gate_up_weight, down_weight, gate_up_bias, down_bias, act, save
-    )
+    op = torch.ops.torchkiln.gated_mlp.default
+    return op(x, gate_up_weight, down_weight, gate_up_bias, down_bias, act=act, save=save)

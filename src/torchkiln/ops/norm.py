@@ -51,7 +51,7 @@ def layer_norm(
     shape = as_sizes(normalized_shape)
     if out is not None:
         check_no_gradient("layer_norm", "out", x, weight, bias, out)
-        torch.ops.torchkiln.layer_norm_out.default(x, shape, weight, bias, eps, offset, round, out)
+        torch.ops.torchkiln._layer_norm_out.default(x, shape, weight, bias, eps, offset, round, out)
         return out
     return torch.ops.torchkiln.layer_norm.default(
         x, shape, weight, bias, eps, offset=offset, round=round
@@ -92,7 +92,7 @@ def rms_norm(
     shape = as_sizes(normalized_shape)
     if out is not None:
         check_no_gradient("rms_norm", "out", x, weight, out)
-        torch.ops.torchkiln.rms_norm_out.default(x, shape, weight, eps, offset, round, out)
+        torch.ops.torchkiln._rms_norm_out.default(x, shape, weight, eps, offset, round, out)
         return out
     return torch.ops.torchkiln.rms_norm.default(x, shape, weight, eps, offset=offset, round=round)
 

@@ -1,6 +1,6 @@
 """Rotary position embedding of queries and keys."""
 
-from typing import Literal
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -10,6 +10,28 @@ from torchkiln.ops._traced import check_no_gradient
 from torchkiln.ops.eager import eager
 
 
+class RopeOptions(TypedDict, total=False):
+    """Options of :func:`rope`."""
+
+    interleaved: bool
+    positions: Tensor | None
+    partial: int | None
+    heads_dim: int
+    inverse: bool
+
+
+@overload
+def rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **options: Unpack[RopeOptions]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def rope(
+    q: Tensor, k: None, cos: Tensor, sin: Tensor, **options: Unpack[RopeOptions]
+) -> tuple[Tensor, None]: ...
+@overload
+def rope(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Unpack[RopeOptions]
+) -> tuple[Tensor, Tensor | None]: ...
 @eager(_C.rope)
 def rope(
     q: Tensor,
@@ -22,7 +44,7 @@ def rope(
     partial: int | None = None,
     heads_dim: int = -3,
     inverse: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Returns ``q`` and ``k`` with each pair (a, b) as ``(a cos - b sin, b cos + a sin)``.
 
     One kernel rotates both tensors. Strided views, such as the parts of a packed projection, are
@@ -34,7 +56,7 @@ def rope(
     Args:
         q: ``[batch, heads, tokens, head_dim]`` or ``[heads, tokens, head_dim]``; float32, float64,
             float16 or bfloat16.
-        k: as ``q``, with any number of heads. With None the second result is an empty tensor.
+        k: as ``q``, with any number of heads. With None the second result is None.
         cos: ``[tokens, pairs]`` or ``[batch, tokens, pairs]``: a factor for each pair, or
             ``2 * pairs`` columns with each factor twice, of which the first is read. With
             ``positions`` it is a table ``[rows, pairs]``. Of the dtype of ``q``, or float32 if
@@ -50,7 +72,7 @@ def rope(
             as ``unsqueeze_dim=1`` of Hugging Face, is accepted, too.
         inverse: whether to rotate by the negative angles.
     """
-    return torch.ops.torchkiln.rope.default(
+    turned, other = torch.ops.torchkiln.rope.default(
         q,
         k,
         cos,
@@ -61,6 +83,7 @@ def rope(
         heads_dim=heads_dim,
         inverse=inverse,
     )
+    return turned, None if k is None else other
 
 
 @eager(_C.qkv_norm_rope, beside=("cache",))
@@ -120,7 +143,7 @@ def qkv_norm_rope(  # noqa: PLR0917
     if cache is not None:
         keys, values = cache
         check_no_gradient("qkv_norm_rope", "cache", qkv, cos, sin, q_weight, k_weight, keys, values)
-        q = torch.ops.torchkiln.qkv_norm_rope_cache.default(
+        q = torch.ops.torchkiln._qkv_norm_rope_cache.default(
             qkv,
             cos,
             sin,

@@ -125,4 +125,4 @@ def csr_transpose(crow: Tensor, col: Tensor, columns: int) -> Tensor:
         col: ``[entries]`` or ``[batch, entries]``, of the dtype of ``crow``.
         columns: number of columns of the sparse matrix.
     """
-    return torch.ops.torchkiln.spmm_transpose.default(crow, col, columns)
+    return torch.ops.torchkiln.csr_transpose.default(crow, col, columns)

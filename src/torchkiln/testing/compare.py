@@ -46,9 +46,9 @@ def noted(where: Where) -> Iterator[None]:
         raise
 
 
-def outputs(result: Result) -> tuple[Tensor, ...]:
-    """All tensors of a result."""
-    return (result,) if isinstance(result, Tensor) else tuple(result)
+def outputs(result: Tensor | Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """All tensors of a result. None stands for one that the call does not have."""
+    return (result,) if isinstance(result, Tensor) else tuple(y for y in result if y is not None)
 
 
 def each(results: Sequence[Result], where: Where) -> list[tuple[tuple[Tensor, ...], Where]]:

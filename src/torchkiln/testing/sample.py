@@ -70,19 +70,24 @@ class Sample:
 
     def arguments(self, function: Callable[..., Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The positional and the keyword arguments of a call of ``function``."""
-        try:
-            parameters = list(inspect.signature(function).parameters.values())
-        except ValueError:  # a builtin function
-            parameters = []
-        if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-            return self.args, dict(self.kwargs)
-        named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-        count, surplus = len(parameters) - len(named), self.args[len(parameters) :]
-        behind = dict(zip(named, self.args[count:], strict=False))
-        twice = behind.keys() & self.kwargs.keys()
-        if surplus or twice or not named:  # the function says what is wrong, if anything
-            return self.args, dict(self.kwargs)
-        return self.args[:count], {**behind, **self.kwargs}
+        if isinstance(function, torch._ops.OpOverload):
+            arguments = function._schema.arguments
+            named = [a.name for a in arguments if a.kwarg_only]
+            count = len(arguments) - len(named)
+        else:
+            try:
+                parameters = list(inspect.signature(function).parameters.values())
+            except ValueError:  # a builtin function
+                parameters = []
+            if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+                return self.args, dict(self.kwargs)
+            named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+            count = sum(p.kind not in {p.KEYWORD_ONLY, p.VAR_KEYWORD} for p in parameters)
+        by_name = dict(zip(named, self.args[count:], strict=False))
+        has_surplus = len(self.args) > count + len(named)
+        if has_surplus or by_name.keys() & self.kwargs.keys() or not named:
+            return self.args, dict(self.kwargs)  # the function says what is wrong, if anything
+        return self.args[:count], {**by_name, **self.kwargs}
 
     def call(self, function: Callable[..., Any]) -> Any:
         """Make the call."""

@@ -102,6 +102,9 @@ inline PyObject* call_by_schema(const char* name, PyObject* const* given) {
 /// Returns the name of the op to call, from the arguments in the order of the schema.
 using NameOf = const char*(PyObject* const* given);
 
+/// What the call returns, from the results of the op, of which it takes the reference.
+using Finish = PyObject*(PyObject* results, PyObject* const* given);
+
 template <class Function>
 struct Called;
 template <class R, class... Args>
@@ -126,6 +129,7 @@ struct Entry {
   using ReadAt = Read<std::decay_t<std::tuple_element_t<i, Values>>>;
 
   static inline NameOf* name_of;
+  static inline Finish* finish;
   static inline const char* name;
   static inline const char* public_name;
   static inline std::array<std::string, kCount> names;
@@ -150,7 +154,8 @@ struct Entry {
     HANDLE_TH_ERRORS
     TORCH_CHECK_TYPE(given_count == Py_ssize_t{kCount}, TORCHKILN_PACKAGE ".", public_name,
                      ": got ", given_count, " arguments, expected ", kCount, ": ", doc);
-    return run(std::make_index_sequence<kCount>(), given);
+    PyObject* const results = run(std::make_index_sequence<kCount>(), given);
+    return finish == nullptr ? results : finish(results, given);
     END_HANDLE_TH_ERRORS
   }
 };
@@ -163,13 +168,15 @@ class __attribute__((visibility("hidden"))) Binder {
 
   /// Binds a C++ function under the name of its op, whose schema names the arguments. Bind each
   /// function once. `public_name`, for error messages, is the function that users call if it is not
-  /// named like the op. `name_of` chooses among several ops with one list of arguments.
+  /// named like the op. `name_of` chooses among several ops with one list of arguments; `finish`
+  /// changes the results.
   template <auto op>
   void bind(const char* name, const char* public_name = nullptr,
-            bind_detail::NameOf* name_of = nullptr) const {
+            bind_detail::NameOf* name_of = nullptr, bind_detail::Finish* finish = nullptr) const {
     using Entry = bind_detail::Entry<op>;
     Entry::name = name;
     Entry::name_of = name_of;
+    Entry::finish = finish;
     Entry::public_name = public_name == nullptr ? name : public_name;
     const auto& arguments = bind_detail::schema_of(name).arguments();
     TORCH_CHECK(arguments.size() == Entry::kCount, "Binder: ", name, ": got a function of ",

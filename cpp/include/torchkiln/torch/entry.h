@@ -58,13 +58,15 @@ using TakesNumbersOf = std::enable_if_t<Op::kTakesNumbers>;
 template <class Op>
 using NameOf = decltype(Op::kName);
 
-/// The name of an op in errors: its kName, if users call a function of another name.
+/// The name of an op in errors: its kName, if users call a function of another name, else without
+/// the underscore of a helper.
 template <class Op>
 const char* name_in_errors() {
   if constexpr (kHas<NameOf, Op>) {
     return Op::kName;
   } else {
-    return name_of_op<Op>();
+    const char* const name = name_of_op<Op>();
+    return name + (name[0] == '_' ? 1 : 0);
   }
 }
 
@@ -138,7 +140,7 @@ auto record_all(const Below& below, const Args&... args) {
   };
   return std::apply(
       [&](const auto&... tensors) {
-        return record(name_of_op<Op>(), {tensors...}, below.call<Op>(args...), kept, gradients);
+        return record(name_in_errors<Op>(), {tensors...}, below.call<Op>(args...), kept, gradients);
       },
       kept);
 }

@@ -28,18 +28,30 @@ TORCHKILN_EXPORT at::Tensor muladd(const at::Tensor& a, const at::Tensor& b, con
 /// and dtype, and x's strides if x is dense.
 TORCHKILN_EXPORT at::Tensor activation(const at::Tensor& x, std::string_view act);
 
+inline at::Tensor square(const at::Tensor& x) { return activation(x, "square"); }
+inline at::Tensor relu(const at::Tensor& x) { return activation(x, "relu"); }
+inline at::Tensor relu2(const at::Tensor& x) { return activation(x, "relu2"); }
+inline at::Tensor gelu(const at::Tensor& x) { return activation(x, "gelu"); }
+inline at::Tensor gelu_tanh(const at::Tensor& x) { return activation(x, "gelu_tanh"); }
+inline at::Tensor quick_gelu(const at::Tensor& x) { return activation(x, "quick_gelu"); }
+inline at::Tensor silu(const at::Tensor& x) { return activation(x, "silu"); }
+inline at::Tensor sigmoid(const at::Tensor& x) { return activation(x, "sigmoid"); }
+inline at::Tensor tanh(const at::Tensor& x) { return activation(x, "tanh"); }
+
 /// The activation in place: square, relu, silu, sigmoid or tanh. Returns x.
 TORCHKILN_EXPORT at::Tensor& activation_(at::Tensor& x, std::string_view act);
+
+struct BiasActOptions {
+  double scale = 1.0;
+  std::string_view act = "relu";  // as for activation(), or "none"
+
+  TORCHKILN_FIELDS(self.scale, self.act);
+};
 
 /// activation(x * scale + bias) for x [..., columns] and bias [columns]. The bias has x's dtype, or
 /// float32 if x has half precision. The result is contiguous and has x's shape and dtype.
 TORCHKILN_EXPORT at::Tensor bias_act(const at::Tensor& x, const at::Tensor& bias,
-                                     double scale = 1.0, std::string_view act = "relu");
-
-/// relu(x * scale + bias)
-inline at::Tensor scale_bias_relu(const at::Tensor& x, const at::Tensor& bias, double scale = 1.0) {
-  return bias_act(x, bias, scale, "relu");
-}
+                                     const BiasActOptions& options = {});
 
 /// silu(gate) * up for tensors of one shape and dtype. Without `up`, the last dimension of `gate`
 /// is split into gate and up. The result is contiguous.
@@ -83,32 +95,51 @@ TORCHKILN_EXPORT at::Tensor mean(const at::Tensor& x, at::OptionalIntArrayRef di
 /// contiguous.
 TORCHKILN_EXPORT at::Tensor matmul(const at::Tensor& a, const at::Tensor& b);
 
-/// activation(x weight^T * scale + bias) + residual for x [..., k], weight [n, k], bias [n] and
-/// residual [..., n]. The bias has x's dtype, or float32 if x has half precision; weight and
-/// residual have x's dtype. The result is contiguous.
+struct LinearOptions {
+  std::string_view act = "none";  // or as for activation()
+  double scale = 1.0;
+  std::optional<at::Tensor> residual = std::nullopt;  // [..., n], of x's dtype
+
+  TORCHKILN_FIELDS(self.act, self.scale, self.residual);
+};
+
+/// activation(x weight^T * scale + bias) + residual for x [..., k], weight [n, k] and bias [n]. The
+/// bias has x's dtype, or float32 if x has half precision; the weight has x's dtype. The result is
+/// contiguous.
 TORCHKILN_EXPORT at::Tensor linear(const at::Tensor& x, const at::Tensor& weight,
                                    const std::optional<at::Tensor>& bias = std::nullopt,
-                                   std::string_view act = "none", double scale = 1.0,
-                                   const std::optional<at::Tensor>& residual = std::nullopt);
+                                   const LinearOptions& options = {});
+
+struct MlpOptions {
+  std::string_view act = "gelu";     // as for activation(), or "none"
+  std::string_view save = "preact";  // for backward: the argument of the activation; or "none",
+                                     // which computes it again
+
+  TORCHKILN_FIELDS(self.act, self.save);
+};
 
 /// activation(x up_weight^T + up_bias) down_weight^T + down_bias as one op, for x [..., k],
-/// up_weight [hidden, k] and down_weight [n, hidden], all of one dtype. `save` chooses what is kept
-/// for backward besides x and the weights: "preact", the argument of the activation, or "none",
-/// which computes it again.
+/// up_weight [hidden, k] and down_weight [n, hidden], all of one dtype.
 TORCHKILN_EXPORT at::Tensor mlp(const at::Tensor& x, const at::Tensor& up_weight,
                                 const at::Tensor& down_weight,
                                 const std::optional<at::Tensor>& up_bias = std::nullopt,
                                 const std::optional<at::Tensor>& down_bias = std::nullopt,
-                                std::string_view act = "gelu", std::string_view save = "preact");
+                                const MlpOptions& options = {});
+
+struct GatedMlpOptions {
+  std::string_view act = "silu";     // or gelu, gelu_tanh
+  std::string_view save = "preact";  // as in MlpOptions
+
+  TORCHKILN_FIELDS(self.act, self.save);
+};
 
 /// mlp() with a gate: activation(g) * u for the halves g, u of x gate_up_weight^T + gate_up_bias,
-/// with gate_up_weight [2 * hidden, k]. The activation is silu, gelu or gelu_tanh.
+/// with gate_up_weight [2 * hidden, k].
 TORCHKILN_EXPORT at::Tensor gated_mlp(const at::Tensor& x, const at::Tensor& gate_up_weight,
                                       const at::Tensor& down_weight,
                                       const std::optional<at::Tensor>& gate_up_bias = std::nullopt,
                                       const std::optional<at::Tensor>& down_bias = std::nullopt,
-                                      std::string_view act = "silu",
-                                      std::string_view save = "preact");
+                                      const GatedMlpOptions& options = {});
 
 struct LayerNormOptions {
   double eps = 1e-5;
@@ -263,14 +294,15 @@ struct CrossEntropyOptions {
   int64_t ignore_index = -100;
   std::string_view reduction = "mean";  // none, mean or sum
   double label_smoothing = 0.0;
-  double z_loss = 0.0;                  // adds z_loss * log(sum of exp(logits))^2 per row
-  std::optional<at::ScalarType> dtype;  // of the loss; by default that of the logits
-  bool check_target = false;            // checks the target's classes first; synchronises
-  bool inplace_backward = false;        // backward writes the gradient over the logits
-  std::optional<double> softcap;        // replaces logits by softcap * tanh(logits / softcap)
+  double z_loss = 0.0;                       // adds z_loss * log(sum of exp(logits))^2 per row
+  std::optional<at::ScalarType> loss_dtype;  // by default that of the logits
+  bool check_target = false;                 // checks the target's classes first; synchronises
+  bool inplace_backward = false;             // backward writes the gradient over the logits
+  std::optional<double> softcap;             // replaces logits by softcap * tanh(logits / softcap)
 
   TORCHKILN_FIELDS(self.weight, self.ignore_index, self.reduction, self.label_smoothing,
-                   self.z_loss, self.dtype, self.check_target, self.inplace_backward, self.softcap);
+                   self.z_loss, self.loss_dtype, self.check_target, self.inplace_backward,
+                   self.softcap);
 };
 
 /// Cross-entropy of logits [classes], [rows, classes] or [rows, classes, ...] and a target: one
@@ -281,28 +313,30 @@ TORCHKILN_EXPORT at::Tensor cross_entropy(const at::Tensor& logits, const at::Te
                                           const CrossEntropyOptions& options = {});
 
 struct LinearCrossEntropyOptions {
-  std::optional<at::Tensor> class_weight;  // [classes], of x's dtype, or float32 for half x
+  std::optional<at::Tensor> linear_bias;  // [classes], of x's dtype, or float32 for half x
+  std::optional<at::Tensor> weight;  // [classes], a factor for each; a dtype as for linear_bias
   int64_t ignore_index = -100;
   std::string_view reduction = "mean";  // none, mean or sum
   double label_smoothing = 0.0;
-  double z_loss = 0.0;                  // adds z_loss * log(sum of exp(logits))^2 per row
-  std::optional<at::ScalarType> dtype;  // of the loss; by default that of x
-  bool check_target = false;            // checks the target's classes first; synchronises
-  std::optional<double> softcap;        // replaces logits by softcap * tanh(logits / softcap)
-  double temperature = 1.0;             // divides the logits, after the softcap
+  double z_loss = 0.0;                       // adds z_loss * log(sum of exp(logits))^2 per row
+  std::optional<at::ScalarType> loss_dtype;  // by default that of x
+  bool check_target = false;                 // checks the target's classes first; synchronises
+  std::optional<double> softcap;             // replaces logits by softcap * tanh(logits / softcap)
+  double temperature = 1.0;                  // divides the logits, after the softcap
 
-  TORCHKILN_FIELDS(self.class_weight, self.ignore_index, self.reduction, self.label_smoothing,
-                   self.z_loss, self.dtype, self.check_target, self.softcap, self.temperature);
+  TORCHKILN_FIELDS(self.linear_bias, self.weight, self.ignore_index, self.reduction,
+                   self.label_smoothing, self.z_loss, self.loss_dtype, self.check_target,
+                   self.softcap, self.temperature);
 };
 
-/// Cross-entropy of the logits x weight^T + bias for x [..., features], weight [classes, features]
-/// and bias [classes], whose dtypes are as for linear(), and int64 classes [...]. Logits are
-/// computed for some thousand rows at a time. The gradients of x, weight and bias are computed
-/// with the loss and kept until backward.
-TORCHKILN_EXPORT at::Tensor linear_cross_entropy(
-    const at::Tensor& x, const at::Tensor& weight, const at::Tensor& target,
-    const std::optional<at::Tensor>& bias = std::nullopt,
-    const LinearCrossEntropyOptions& options = {});
+/// Cross-entropy of the logits linear(x, linear_weight, options.linear_bias) for x [..., features],
+/// linear_weight [classes, features] and int64 classes [...]. Logits are computed for some thousand
+/// rows at a time. The gradients of x and of the layer are computed with the loss and kept until
+/// backward.
+TORCHKILN_EXPORT at::Tensor linear_cross_entropy(const at::Tensor& x,
+                                                 const at::Tensor& linear_weight,
+                                                 const at::Tensor& target,
+                                                 const LinearCrossEntropyOptions& options = {});
 
 struct SpmmOptions {
   at::OptionalSymIntArrayRef shape = std::nullopt;  // [rows, columns], checked against the tensors

@@ -84,11 +84,11 @@ def cross_entropy(
 def linear_cross_entropy(
     apply: Callable[..., Any],
     x: Tensor,
-    weight: Tensor,
+    linear_weight: Tensor,
     target: Tensor,
-    bias: Tensor | None = None,
+    linear_bias: Tensor | None = None,
     *,
-    class_weight: Tensor | None = None,
+    weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
@@ -98,8 +98,9 @@ def linear_cross_entropy(
     """Cross entropy of a layer: the first result. Sums over chunks are float32, as in our op."""
     if x.dim() != 2:
         raise Refused("takes rows as a matrix")
-    layer, numbers = (x, weight, target, bias), (ignore_index, z_loss, label_smoothing, reduction)
-    return apply(*layer, class_weight, *numbers, softcap, False, torch.float32)[0]
+    layer = (x, linear_weight, target, linear_bias)
+    numbers = (ignore_index, z_loss, label_smoothing, reduction)
+    return apply(*layer, weight, *numbers, softcap, False, torch.float32)[0]
 
 
 FUNCTIONS: Table = {

@@ -41,7 +41,7 @@ def masked_lm_loss(
         labels.reshape(-1).to(logits.device),
         ignore_index=ignore_index,
         reduction="mean" if num_items_in_batch is None else "sum",
-        dtype=torch.float32,
+        loss_dtype=torch.float32,
     )
     if num_items_in_batch is None:
         return loss

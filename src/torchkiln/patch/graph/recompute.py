@@ -63,11 +63,11 @@ class Source:
         x, moments = self.x.result(), self.moments.result()
         weight, bias = (s and s.result() for s in (self.weight, self.bias))
         with torch.no_grad():
-            statistics, _ = ops.sync_bn_statistics.default(
+            statistics, _ = ops._sync_bn_statistics.default(
                 x, moments[None], None, None, None, 0.0, self.eps
             )
             y: Tensor
-            y, _ = ops.sync_bn_forward.default(x, statistics, weight, bias, None, self.act)
+            y, _ = ops._sync_bn_forward.default(x, statistics, weight, bias, None, self.act)
         return y
 
 
@@ -176,7 +176,7 @@ def light_conv_norm_act_pool(
 def recomputed(norm: _BatchNorm, x: Tensor, moments: Tensor | None, act: Activation) -> Input:
     """``act(norm(x))``; ``moments`` are the moments of ``x`` if computed before."""
     if moments is None:
-        moments = torch.ops.torchkiln.sync_bn_moments.default(x.detach())
+        moments = torch.ops.torchkiln._sync_bn_moments.default(x.detach())
     y = norm_act(norm, x, None, act, moments)
     affine: tuple[Tensor | None, ...] = norm.weight, norm.bias
     weight, bias = (None if p is None else saved(p) for p in affine)

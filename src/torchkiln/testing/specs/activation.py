@@ -160,7 +160,7 @@ def activation(name: str, *, in_place: bool = False, module: Module = None) -> O
         output_sensitivity=with_slope(formula.output_slope) if formula.output_slope else None,
         inputs=inputs,
         opaque=False,
-        helpers=("activation_backward",),
+        helpers=("_activation_backward",),
         module=None if module is None else layer(module),
     )
     return (

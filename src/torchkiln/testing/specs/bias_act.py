@@ -138,6 +138,6 @@ BIAS_ACT = OpSpec(
     backward_traffic=bias_act_backward_traffic,
     opaque=True,
     autocast=(0,),
-    helpers=("bias_act_forward", "bias_act_backward"),
+    helpers=("_bias_act_forward", "_bias_act_backward"),
     module=layer(torchkiln.nn.BiasAct, 10, act="gelu", scale=0.7),
 )

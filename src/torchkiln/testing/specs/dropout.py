@@ -155,7 +155,7 @@ COMMON: dict[str, Any] = {
     "operations": (3, 2),
     "backward_traffic": backward_traffic,
     "opaque": True,
-    "helpers": ("dropout_state", "dropout_add_with_state", "dropout_add_backward"),
+    "helpers": ("_dropout_state", "_dropout_add_with_state", "_dropout_add_backward"),
     "excluded": EXCLUDED,
 }
 

@@ -114,7 +114,7 @@ def gated(name: str, act: str, module: Callable[..., nn.Module]) -> OpSpec:
         large=large,
         operations=(2, 4),
         opaque=False,
-        helpers=("gated_backward",),
+        helpers=("_gated_backward",),
         module=layer(module),
     )
 
@@ -129,8 +129,8 @@ def new_out(given: Given) -> Tensor:
 
 
 def with_out(parent: OpSpec) -> OpSpec:
-    """The gate with ``out=``; ``torch.ops`` refuses wrong kinds of arguments."""
-    overload = torch.ops.torchkiln.swiglu_out.default
+    """The gate with ``out=``, whose wrong kinds of arguments ``torch.ops`` refuses."""
+    overload = torch.ops.torchkiln._swiglu_out.default
     function = Written(parent.op, overload, {"out": new_out}, plain=parent.op)
 
     def same_dtypes(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

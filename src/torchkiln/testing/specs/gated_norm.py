@@ -263,6 +263,6 @@ GATED_RMS_NORM = OpSpec(
     operations=(12, 28),
     opaque=True,
     grown=grown,
-    helpers=("gated_rms_norm_forward", "gated_rms_norm_backward"),
+    helpers=("_gated_rms_norm_forward", "_gated_rms_norm_backward"),
     module=layer(torchkiln.nn.GatedRMSNorm, 10, 1e-4, gate_first=True, offset=0.5),
 )

@@ -213,6 +213,6 @@ GROUP_NORM = OpSpec(
     traffic=traffic,
     backward_traffic=backward_traffic,
     opaque=True,
-    helpers=("group_norm_forward", "group_norm_backward"),
+    helpers=("_group_norm_forward", "_group_norm_backward"),
     module=layer(torchkiln.nn.GroupNorm, 2, 4, act="silu"),
 )

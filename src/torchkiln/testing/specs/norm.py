@@ -341,7 +341,7 @@ def norm(name: str, module: type[nn.Module], *, centered: bool, residual: bool) 
         backward_traffic=partial(backward_traffic, kind),
         opaque=True,
         grown=partial(grown, kind),
-        helpers=("add_norm_forward" if residual else "norm_forward", "norm_backward"),
+        helpers=("_add_norm_forward" if residual else "_norm_forward", "_norm_backward"),
         module=layer(module, 10, 1e-4, offset=0.5),
     )
 
@@ -353,8 +353,8 @@ def new_out(given: Given) -> Tensor:
 
 
 def with_out(parent: OpSpec) -> OpSpec:
-    """The norm with ``out=``; ``torch.ops`` refuses wrong kinds of arguments."""
-    overload = getattr(torch.ops.torchkiln, f"{parent.name}_out").default
+    """The norm with ``out=``, whose wrong kinds of arguments ``torch.ops`` refuses."""
+    overload = getattr(torch.ops.torchkiln, f"_{parent.name}_out").default
     function = Written(parent.op, overload, {"out": new_out}, plain=parent.op)
     return form_of(parent, function, called=parent.name, kinds=False)
 

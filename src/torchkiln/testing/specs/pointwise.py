@@ -234,6 +234,6 @@ MULADD = OpSpec(
     operations=(2, 2),
     backward_traffic=muladd_backward_traffic,
     opaque=False,
-    helpers=("muladd_backward",),
+    helpers=("_muladd_backward",),
 )
 MULADD = with_forms(MULADD, with_addcmul)

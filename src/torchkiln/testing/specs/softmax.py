@@ -163,7 +163,7 @@ def spec(name: str, function: Softmax, log: bool, module: type[nn.Module]) -> Op
         opaque=True,
         bench_shapes=((32768, 4096), (8192, 32768), (8192, 131072)),
         small_shapes=((1, 4096), (8, 4096), (64, 4096), (512, 4096)),
-        helpers=("softmax_backward",),
+        helpers=("_softmax_backward",),
         module=layer(module, -1, scale=0.5, causal=True),
     )
 

@@ -242,7 +242,7 @@ SPMM_CSR = OpSpec(
     excluded={
         "not_finite": "an entry that is not stored multiplies nothing; the formula has 0 * inf"
     },
-    helpers=("spmm_transposed", "spmm_sampled", "spmm_transpose"),
+    helpers=("_spmm_transposed", "_spmm_sampled", "csr_transpose"),
     module=module,
     module_inputs=module_inputs,
 )

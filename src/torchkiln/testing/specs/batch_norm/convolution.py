@@ -143,7 +143,7 @@ CONV_BN_ACT = replace(
     invalid=None,
     large=None,
     module=None,
-    helpers=("bn_act_forward", "bn_act_backward"),
+    helpers=("_bn_act_forward", "_bn_act_backward"),
     opaque=None,
     threads_matter=True,
     dtypes=(torch.float32, torch.float64),  # in half precision the convolution is rounded, too
@@ -162,8 +162,8 @@ CONV_BN_ACT = replace(
 
 
 def pixels(x: Tensor, weight: Tensor) -> Tensor:
-    """The results without the moments, which tests/ops/test_conv_moments.py compares."""
-    y: Tensor = torch.ops.torchkiln.pixel_conv.default(x, weight)[0]
+    """The results alone; tests/ops/test_conv_moments.py compares the moments."""
+    y: Tensor = torch.ops.torchkiln._pixel_conv.default(x, weight)[0]
     return y
 
 
@@ -187,7 +187,7 @@ PIXEL_CONV = replace(
     dtypes=FLOATING,
     name="pixel_conv",
     op=pixels,
-    overload=torch.ops.torchkiln.pixel_conv.default,
+    overload=torch.ops.torchkiln._pixel_conv.default,
     reference=product,
     composite=product,
     magnitude=lambda x, weight: product(x.abs(), weight.abs()),
@@ -196,7 +196,7 @@ PIXEL_CONV = replace(
     ),
     inputs=pixel_inputs,
     differentiable=(0, 1),
-    helpers=("pixel_conv",),
+    helpers=("_pixel_conv",),
     excluded={
         "bad_input": "conv_bn_act calls it where it applies; tests/ops/test_conv_moments.py",
         "autocast": "conv_bn_act casts before it calls the op",

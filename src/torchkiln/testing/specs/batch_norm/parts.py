@@ -80,13 +80,12 @@ UPDATE = form_of(
     BN_ACT,
     Written(
         torchkiln.bn_act,
-        ops.bn_act_update.default,
+        ops._bn_act_update.default,
         {"running_mean": None, "running_var": None},
         statistics=True,
     ),
     called="bn_act",
     kinds=False,
-    words={},
     excluded={
         "vmap": NOT_MAPPED,
         "vmap_of_grad": NOT_MAPPED,
@@ -99,7 +98,7 @@ UPDATE = form_of(
     gradient_magnitude=partial(with_statistics, gradient_magnitude),
     differentiable=BN_ACT.differentiable,
     constant=(1, 2),
-    helpers=("bn_act_update_forward", "bn_act_backward"),
+    helpers=("_bn_act_update_forward", "_bn_act_backward"),
 )
 
 
@@ -111,10 +110,10 @@ def by_moments(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Batch norm from the moments of x, which another op computes."""
-    moments = ops.sync_bn_moments.default(x.detach())[None]
+    """Batch norm by the moments of x, which another op computes."""
+    moments = ops._sync_bn_moments.default(x.detach())[None]
     every = [*parts, *[None] * (5 - len(parts))]
-    found: Tensor = ops.bn_act_from_moments.default(x, moments, *every, act, momentum, eps)
+    found: Tensor = ops._bn_act_from_moments.default(x, moments, *every, act, momentum, eps)
     return found
 
 
@@ -122,14 +121,14 @@ FROM_MOMENTS = replace(
     BN_ACT,
     name="bn_act_from_moments",
     op=by_moments,
-    overload=ops.bn_act_from_moments.default,
+    overload=ops._bn_act_from_moments.default,
     composed=True,
     inputs=training_inputs,
     refusals=None,
     invalid=None,
     large=None,
     module=None,
-    helpers=("sync_bn_moments", "bn_act_from_moments_forward", "bn_act_backward"),
+    helpers=("_sync_bn_moments", "_bn_act_from_moments_forward", "_bn_act_backward"),
     excluded={
         "aot_inductor": "for fuse; AOTInductor of torch 2.13 fails: getitem is no OpOverload",
         "bad_input": "the moments have no public argument; tests/ops/test_conv_moments.py",
@@ -172,8 +171,8 @@ def picked(function: Function, *args: Any) -> Tensor:
 POOL = replace(
     BN_ACT,
     name="bn_act_pool",
-    op=ops.bn_act_pool.default,
-    overload=ops.bn_act_pool.default,
+    op=ops._bn_act_pool.default,
+    overload=ops._bn_act_pool.default,
     devices=("cuda",),
     dtypes=(torch.float32,),  # in half precision another element may be the largest
     inputs=pool_inputs,
@@ -186,7 +185,7 @@ POOL = replace(
     invalid=None,
     large=None,
     module=None,
-    helpers=("bn_act_pool_forward", "bn_act_pool_backward"),
+    helpers=("_bn_act_pool_forward", "_bn_act_pool_backward"),
     excluded={
         "bad_input": "torchkiln.fuse calls it where it applies; tests/ops/test_pool.py",
         "strides": "it takes images with adjacent channels; tests/ops/test_pool.py",

@@ -350,6 +350,6 @@ BN_ACT = OpSpec(
     traffic=traffic,
     backward_traffic=backward_traffic,
     opaque=True,
-    helpers=("bn_act_forward", "bn_act_backward"),
+    helpers=("_bn_act_forward", "_bn_act_backward"),
     module=layer(torchkiln.nn.BatchNormAct2d, 4),
 )

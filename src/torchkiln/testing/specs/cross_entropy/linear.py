@@ -34,12 +34,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "smoothed": {"label_smoothing": 0.1},
     "ignored": {"ignore_index": 2},
     "z-loss": {"z_loss": 0.01, "reduction": "none"},
-    "weighted": {"class_weight": True},
+    "weighted": {"weight": True},
     "softcap": {"softcap": 2.5},
     "softcap, none": {"softcap": 2.5, "reduction": "none"},
     "temperature": {"temperature": 0.7},
     "temperature, softcap, none": {"temperature": 1.5, "softcap": 2.5, "reduction": "none"},
-    "all": {"class_weight": True, "ignore_index": 2, "label_smoothing": 0.3, "z_loss": 0.02},
+    "all": {"weight": True, "ignore_index": 2, "label_smoothing": 0.3, "z_loss": 0.02},
     "checked": {"check_target": True, "reduction": "sum"},
 }
 
@@ -62,8 +62,8 @@ def call(
     target = (rows * 7919 + 1) % classes
     if "ignore_index" in options:
         target[1::3] = options["ignore_index"]
-    if "class_weight" in options:
-        options["class_weight"] = (
+    if "weight" in options:
+        options["weight"] = (
             normal("class_weight", (classes,), device, parameters or x.dtype).abs() + 0.1
         )
     weight = (weight / max(features, 1) ** 0.5).to(x.dtype)
@@ -89,10 +89,10 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         # The gradient of a float32 bias is a sum of half precision terms, for which the contract
         # has no bound: tests/ops/test_linear_cross_entropy.py compares it.
         rows, wide = x(7, 9), torch.float32
-        given = {"has_bias": False, "class_weight": True}
+        given = {"has_bias": False, "weight": True}
         yield call("float32 class weights", rows, 33, parameters=wide, **given)
     for out in dict.fromkeys((dtype, torch.float32, torch.float16, torch.bfloat16)):
-        yield call(f"to {out}", x(9, 8), 21, dtype=out)
+        yield call(f"to {out}", x(9, 8), 21, loss_dtype=out)
     some = call("all ignored", x(9, 8), 21, label_smoothing=0.1)
     yield some.substitute(2, torch.full_like(some.args[2], -100))
 
@@ -102,10 +102,9 @@ Arguments = tuple[Tensor, Tensor, dict[str, Any]]
 
 def flat(logits: Tensor, target: Tensor, kwargs: Mapping[str, Any]) -> Arguments:
     """Logits and classes as rows, and the arguments of :func:`torchkiln.cross_entropy`."""
-    names = {"class_weight": "weight"}
-    options = {names.get(name, name): value for name, value in kwargs.items()}
+    options = dict(kwargs)
     softcap, temperature = options.pop("softcap", None), options.pop("temperature", 1.0)
-    for name in ("dtype", "check_target"):
+    for name in ("loss_dtype", "check_target"):
         options.pop(name, None)
     rows = logits.reshape(-1, logits.shape[-1])
     if softcap is not None:
@@ -128,10 +127,10 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def composite(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **kwargs: Any
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, /, **kwargs: Any
 ) -> Tensor:
-    """The loss from all logits, which are first cast if the loss has a wider dtype."""
-    dtype = kwargs.get("dtype") or x.dtype
+    """The loss of all logits, which are cast first if the loss has a wider dtype."""
+    dtype = kwargs.get("loss_dtype") or x.dtype
     logits = product(x, weight, bias).to(torch.promote_types(x.dtype, dtype))
     rows, classes, options = flat(logits, target, kwargs)
     return shaped(whole.reference(rows, classes, **options), target, kwargs).to(dtype)
@@ -139,7 +138,7 @@ def composite(
 
 def reference(*args: Any, **kwargs: Any) -> Tensor:
     """The loss in the dtype of the logits."""
-    return composite(*args, **{**kwargs, "dtype": None})
+    return composite(*args, **{**kwargs, "loss_dtype": None})
 
 
 def roundings(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -149,7 +148,7 @@ def roundings(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def magnitude(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **kwargs: Any
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, /, **kwargs: Any
 ) -> Tensor:
     """The terms of the loss, and the effect of the roundings of the logits."""
     rows, classes, options = flat(product(x, weight, bias), target, kwargs)
@@ -189,14 +188,14 @@ def gradient_terms(
 
 
 def gradient_magnitude(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **kwargs: Any
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, /, **kwargs: Any
 ) -> Tensor:
     """The terms of the logits' gradient and of the products with it."""
     return gradient_terms(x, weight, target, bias, kwargs, is_rounding=False)
 
 
 def output_sensitivity(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **kwargs: Any
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, /, **kwargs: Any
 ) -> Tensor:
     """The effect of rounding the logits and their gradient to the dtype of x."""
     return gradient_terms(x, weight, target, bias, kwargs, is_rounding=True)
@@ -243,15 +242,17 @@ def invalid(device: torch.device) -> Iterator[Invalid]:
         "x: got a 0-dimensional tensor, expected at least 1 dimension", x=x[0, 0], target=target[0]
     )
     yield good.changed(
-        "weight: got 1 dimensions (shape [4]), expected 2", weight=weight[0], target=target
+        "linear_weight: got 1 dimensions (shape [4]), expected 2",
+        linear_weight=weight[0],
+        target=target,
     )
-    words = "weight: got shape [4, 3], expected 4 as the second size, the last size of x"
-    yield good.changed(words, weight=weight.T)
-    words = "weight: got shape [0, 4], expected at least 1 row: a class"
-    yield good.changed(words, weight=weight[:0])
+    words = "linear_weight: got shape [4, 3], expected 4 as the second size, the last size of x"
+    yield good.changed(words, linear_weight=weight.T)
+    words = "linear_weight: got shape [0, 4], expected at least 1 row: a class"
+    yield good.changed(words, linear_weight=weight[:0])
     words = (
         "expected int64, of classes; for probabilities call "
-        "cross_entropy(linear(x, weight, bias), target)"
+        "cross_entropy(linear(x, linear_weight, linear_bias), target)"
     )
     for dtype in (torch.int32, torch.float32):
         said = f"target: got dtype {name_of(dtype)}, {words}"
@@ -292,9 +293,9 @@ LINEAR_CROSS_ENTROPY = OpSpec(
     inputs=inputs,
     differentiable=(0, 1, 3),
     refusals=Refusals(
-        dtypes={"weight": "x"},
-        parameters={"bias": "x", "class_weight": "x"},
-        shapes={"bias": "the first size of weight", "class_weight": "the first size of weight"},
+        dtypes={"linear_weight": "x"},
+        parameters={"linear_bias": "x", "weight": "x"},
+        shapes=dict.fromkeys(("linear_bias", "weight"), "the first size of linear_weight"),
         words={"reduction": ("none", "mean", "sum")},
     ),
     invalid=invalid,
@@ -310,7 +311,7 @@ LINEAR_CROSS_ENTROPY = OpSpec(
     threads_matter=True,
     bench_shapes=((8192, 32768), (8192, 131072)),
     small_shapes=((1, 4096), (8, 4096), (64, 4096), (512, 4096)),
-    helpers=("linear_cross_entropy_forward", "linear_cross_entropy_backward"),
+    helpers=("_linear_cross_entropy_forward", "_linear_cross_entropy_backward"),
     module=layer(torchkiln.nn.LinearCrossEntropyLoss, 10, 7, True, z_loss=0.01),
     module_inputs=typical_inputs,
     excluded={

@@ -90,15 +90,17 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         yield Sample("float32 weight", (x, classes(x, -100)), {"weight": weight})
     x = logits(9, 21)
     for out in dict.fromkeys((dtype, torch.float32, torch.float16, torch.bfloat16)):
-        yield Sample(f"to {out}", (x, classes(x)), {"dtype": out})
-        yield Sample(f"to {out}, none", (x, probabilities(x)), {"dtype": out, "reduction": "none"})
-    # Too many elements for opcheck, which reports NaN as a difference.
+        yield Sample(f"to {out}", (x, classes(x)), {"loss_dtype": out})
+        yield Sample(
+            f"to {out}, none", (x, probabilities(x)), {"loss_dtype": out, "reduction": "none"}
+        )
+    # More elements than samples for opcheck, which reports NaN as a difference.
     yield Sample("all ignored", (x, torch.full_like(classes(x), -100)), {"label_smoothing": 0.1})
 
 
 def reference(logits: Tensor, target: Tensor, *, z_loss: float = 0.0, **kwargs: Any) -> Tensor:
     """Torch's loss and the z-loss, in the dtype of the logits."""
-    kwargs = {k: v for k, v in kwargs.items() if k not in ("dtype", "check_target")}
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("loss_dtype", "check_target")}
     if "weight" in kwargs:
         kwargs["weight"] = kwargs["weight"].to(logits.dtype)
     loss = F.cross_entropy(logits, target, **kwargs)
@@ -109,8 +111,8 @@ def reference(logits: Tensor, target: Tensor, *, z_loss: float = 0.0, **kwargs: 
 
 
 def composite(logits: Tensor, target: Tensor, **kwargs: Any) -> Tensor:
-    """The reference in the dtype of the call's argument ``dtype``."""
-    return reference(logits, target, **kwargs).to(kwargs.get("dtype") or logits.dtype)
+    """The reference in the dtype of the call's argument ``loss_dtype``."""
+    return reference(logits, target, **kwargs).to(kwargs.get("loss_dtype") or logits.dtype)
 
 
 def log_sum_exp(logits: Tensor) -> Tensor:
@@ -282,6 +284,6 @@ CROSS_ENTROPY = OpSpec(
     waits_for=("check_target",),
     bench_shapes=((32768, 4096), (8192, 32768), (8192, 131072)),
     small_shapes=((1, 4096), (8, 4096), (64, 4096), (512, 4096)),
-    helpers=("cross_entropy_forward", "cross_entropy_backward"),
+    helpers=("_cross_entropy_forward", "_cross_entropy_backward"),
     module=module,
 )

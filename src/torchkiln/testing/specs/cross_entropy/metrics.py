@@ -34,10 +34,19 @@ def of_logits(*args: Any, accuracy: bool = False, **options: Any) -> Any:
     return torchkiln.cross_entropy(*args, **options)
 
 
-def of_linear(*args: Any, accuracy: bool = False, **options: Any) -> Any:
-    """linear_cross_entropy that also returns the z-loss and, if requested, the accuracy."""
-    options |= {"return_z_loss": True, "return_accuracy": accuracy}
-    return torchkiln.linear_cross_entropy(*args, **options)
+def of_linear(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    /,
+    *,
+    linear_bias: Tensor | None = None,
+    accuracy: bool = False,
+    **options: Any,
+) -> Any:
+    """The function of a linear layer's input, with every metric that the call has."""
+    options |= {"linear_bias": linear_bias, "return_z_loss": True, "return_accuracy": accuracy}
+    return torchkiln.linear_cross_entropy(x, weight, target, **options)
 
 
 def metrics(rows: Tensor, target: Tensor, *, z_loss: float = 0.0, **kwargs: Any) -> list[Tensor]:
@@ -63,7 +72,7 @@ def counts_in(dtype: torch.dtype) -> torch.dtype:
 
 def options_of(kwargs: dict[str, Any]) -> dict[str, Any]:
     """The options of a loss that its formula reads."""
-    beside = ("accuracy", "dtype", "check_target", "result")
+    beside = ("accuracy", "loss_dtype", "check_target", "result")
     return {name: value for name, value in kwargs.items() if name not in beside}
 
 
@@ -78,7 +87,7 @@ def logits_reference(x: Tensor, target: Tensor, **kwargs: Any) -> tuple[Tensor, 
 
 def logits_composite(x: Tensor, target: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
     """The formula in the dtype of the result."""
-    return logits_reference(x, target, **{**kwargs, "result": kwargs.get("dtype")})
+    return logits_reference(x, target, **{**kwargs, "result": kwargs.get("loss_dtype")})
 
 
 def with_terms(terms: Function, reference: Function, *args: Any, **kwargs: Any) -> Three:
@@ -91,7 +100,7 @@ def with_terms(terms: Function, reference: Function, *args: Any, **kwargs: Any) 
 
 
 def linear_reference(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **kwargs: Any
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, /, **kwargs: Any
 ) -> tuple[Tensor, ...]:
     """The formula, in a wider dtype if the loss has one."""
     result = kwargs.get("result") or x.dtype
@@ -107,7 +116,7 @@ def linear_reference(
 
 def linear_composite(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """The formula in the dtype of the result."""
-    return linear_reference(*args, **{**kwargs, "result": kwargs.get("dtype")})
+    return linear_reference(*args, **{**kwargs, "result": kwargs.get("loss_dtype")})
 
 
 def inputs(parent: OpSpec, device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -128,7 +137,7 @@ def with_metrics(parent: OpSpec, op: Function, reference: Function, composite: F
         parent,
         name=name,
         op=op,
-        overload=getattr(torch.ops.torchkiln, name).default,
+        overload=getattr(torch.ops.torchkiln, f"_{name}").default,
         reference=reference,
         composite=composite,
         magnitude=partial(with_terms, parent.magnitude, reference),
@@ -137,7 +146,7 @@ def with_metrics(parent: OpSpec, op: Function, reference: Function, composite: F
         inputs=partial(inputs, parent),
         differentiable=tuple(i for i in parent.differentiable if i not in parent.indices),
         constant=(1, 2),
-        refusals=replace(parent.refusals or Refusals(), called=parent.name, kinds=False, words={}),
+        refusals=replace(parent.refusals or Refusals(), called=parent.name, kinds=False),
         module=None,
         module_inputs=None,
         forms=(),

@@ -269,6 +269,7 @@ LINEAR = OpSpec(
     output_sensitivity=linear_gradient_magnitude,
     intermediate_sensitivity=linear_intermediate_sensitivity,
     inputs=linear_inputs,
+    differentiable=(0, 1, 2, 5),
     refusals=Refusals(
         dtypes={"weight": "x", "residual": "x"},
         parameters={"bias": "x"},
@@ -284,6 +285,6 @@ LINEAR = OpSpec(
     bench_shapes=BENCH_SHAPES,
     opaque=True,
     threads_matter=True,
-    helpers=("linear_forward",),
+    helpers=("_linear_forward",),
     module=layer(torchkiln.nn.Linear, 10, 8, act="gelu"),
 )

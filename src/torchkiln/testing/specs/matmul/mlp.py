@@ -274,7 +274,7 @@ def spec(
         small_shapes=((1, 1024), (64, 1024)),
         opaque=True,
         threads_matter=True,
-        helpers=("gated_backward_with_output",) if name == "gated_mlp" else (),
+        helpers=("_gated_backward_with_output",) if name == "gated_mlp" else (),
         module=layer(module, 10, 8),
         module_inputs=module_inputs,
     )

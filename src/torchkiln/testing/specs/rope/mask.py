@@ -14,7 +14,7 @@ from torchkiln.testing.spec import OpSpec
 
 def cache_mask(positions: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     """The op that ``torchkiln.nn.KVCache.mask`` calls."""
-    found: Tensor = torch.ops.torchkiln.cache_mask.default(positions, length, dtype)
+    found: Tensor = torch.ops.torchkiln._cache_mask.default(positions, length, dtype)
     return found
 
 
@@ -45,7 +45,11 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 def invalid(device: torch.device) -> Iterator[Invalid]:
     """Positions that are no integers or of a wrong rank, and wrong lengths and dtypes."""
     at = torch.tensor([1, 2], device=device)
-    good = GoodCall(torch.ops.torchkiln.cache_mask.default, Sample("good", (at, 4, torch.float32)))
+    good = GoodCall(
+        torch.ops.torchkiln._cache_mask.default,
+        Sample("good", (at, 4, torch.float32)),
+        "cache_mask",
+    )
     for error, words, changed in (
         (RuntimeError, "positions: got dtype float32, expected", {"positions": at.float()}),
         (RuntimeError, "positions: got shape [], expected", {"positions": at[0]}),
@@ -59,7 +63,7 @@ def invalid(device: torch.device) -> Iterator[Invalid]:
 CACHE_MASK = OpSpec(
     op=cache_mask,
     name="cache_mask",
-    overload=torch.ops.torchkiln.cache_mask.default,
+    overload=torch.ops.torchkiln._cache_mask.default,
     reference=reference,
     magnitude=magnitude,
     inputs=inputs,

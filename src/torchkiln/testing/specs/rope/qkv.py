@@ -160,7 +160,7 @@ def qkv_gradient_magnitude(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         y = 3 * (x + n * (n * x).mean(p.dims, keepdim=True)) * rstd * size
         return y + 3 * n * (factor - factor.detach()) if isinstance(factor, Tensor) else y
 
-    def rotate(q: Tensor, k: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    def rotate(q: Tensor, k: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, ...]:
         return gradient_magnitude(q, k, *rest, **options)
 
     return p.results(rotate, normalized(p.q, 0), normalized(p.k, 1), p.v)
@@ -284,7 +284,7 @@ def with_cache(parent: OpSpec) -> OpSpec:
 
     function = Written(
         fill_cache,
-        torch.ops.torchkiln.qkv_norm_rope_cache.default,
+        torch.ops.torchkiln._qkv_norm_rope_cache.default,
         {"keys": new_cache, "values": new_cache},
         plain=partial(filled, torchkiln.qkv_norm_rope),
         layouts=("contiguous", "offset by one element", "rows of a wider matrix"),
@@ -326,5 +326,5 @@ QKV_NORM_ROPE = OpSpec(
     traffic=qkv_traffic,
     backward_traffic=qkv_backward_traffic,
     opaque=True,
-    helpers=("qkv_norm_rope_backward",),
+    helpers=("_qkv_norm_rope_backward",),
 )

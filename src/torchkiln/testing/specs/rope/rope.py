@@ -106,12 +106,8 @@ class Arguments:
         pairs = torch.stack([a, b], -1).flatten(-2) if self.interleaved else torch.cat([a, b], -1)
         return torch.cat([pairs.to(x.dtype), x[..., self.rotated :]], -1)
 
-    def results(self, *found: Tensor) -> tuple[Tensor, Tensor]:
-        """The results of the op: the second is empty without k."""
-        return found[0], found[1] if len(found) > 1 else self.tensors[0][:0].reshape(0)
 
-
-def reference(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+def reference(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """The formula."""
     given = Arguments(*args, **kwargs)
 
@@ -119,10 +115,10 @@ def reference(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         a, b = given.pairs(x)
         return given.joined(x, a * given.cos - b * given.sin, b * given.cos + a * given.sin)
 
-    return given.results(*map(rotated, given.tensors))
+    return tuple(map(rotated, given.tensors))
 
 
-def magnitude(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+def magnitude(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """The terms of each element."""
     given = Arguments(*args, **kwargs)
     cos, sin = given.cos.abs(), given.sin.abs()
@@ -131,10 +127,10 @@ def magnitude(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         a, b = given.pairs(x.abs())
         return given.joined(x.abs(), a * cos + b * sin, b * cos + a * sin)
 
-    return given.results(*map(sizes, given.tensors))
+    return tuple(map(sizes, given.tensors))
 
 
-def gradient_magnitude(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+def gradient_magnitude(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """A function whose gradients are the sums of the absolute values of the terms."""
     given = Arguments(*args, **kwargs)
     cos, sin = given.cos, given.sin
@@ -147,7 +143,7 @@ def gradient_magnitude(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         second = b * fixed_cos + a * fixed_sin + fixed_b * cos + fixed_a * sin
         return given.joined(x, first, second)
 
-    return given.results(*map(sizes, given.tensors))
+    return tuple(map(sizes, given.tensors))
 
 
 def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
