@@ -214,12 +214,12 @@ def vocab_parallel_linear_cross_entropy(
     """Returns :func:`torchkiln.linear_cross_entropy` of a layer whose classes are distributed.
 
     Each process of ``group`` has the rows of ``linear_weight`` for some adjacent classes, in the
-    order of the ranks, and the whole ``x``. All processes get the same loss. Logits are computed for a chunk
-    of rows at a time: as many rows as fit in 1 GiB, at least 2048 and at most 8192. The same pass
-    computes the gradients of ``x`` and of the layer. Each chunk gathers four numbers per row and
-    process, or five with ``weight``. Backward adds the gradients of ``x`` of all
-    processes once. The gradients of weight and bias are added in float32 for half precision. There
-    is no second derivative.
+    order of the ranks, and the whole ``x``. All processes get the same loss. Logits are computed
+    for a chunk of rows at a time: as many rows as fit in 1 GiB, at least 2048 and at most 8192. The
+    same pass computes the gradients of ``x`` and of the layer. Each chunk gathers four numbers per
+    row and process, or five with ``weight``. Backward adds the gradients of ``x`` of all processes
+    once. The gradients of weight and bias are added in float32 for half precision. There is no
+    second derivative.
 
     ``x`` and ``target`` are equal on all processes. ``target`` counts classes over all processes;
     ``linear_weight``, ``linear_bias`` and ``weight`` hold the classes of this process. ``group``,
