@@ -64,8 +64,8 @@ void for_each_channel_run(const ChannelLayout& layout, int64_t begin, int64_t en
   }
 }
 
-/// Calls body(at, count, channel, is_first) for all runs of a task. The runs of one channel, or of
-/// one strip of channels, are consecutive; end(count, channel) follows the last of them.
+/// Calls body(at, count, channel, is_first) for all runs of a task, by channel or by strip of
+/// channels: is_first marks the first run of each, and end(count, channel) follows the last.
 template <class Body, class End>
 void for_each_task_run(const ChannelLayout& layout, const ChannelPlan& plan, int64_t task,
                        const Body& body, const End& end) {

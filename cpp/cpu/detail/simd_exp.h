@@ -61,7 +61,7 @@ inline float largest(const BFloat16* values, int64_t count) {
   return result;
 }
 
-/// The sum of a piece, in blocks as for reductions.
+/// The sum: in C within a block, then in double.
 template <class C>
 double piece_sum(const C* values, int64_t count) {
   double sum = 0;

@@ -4,7 +4,7 @@ namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
 
-/// Sets to[i * stride] = 0 where mask[i] is 0. Adjacent elements are all written, as in where().
+/// Sets to[i * stride] = 0 where mask[i] is 0. With stride 1 every element is stored.
 template <class T>
 void clear_masked(T* to, int64_t stride, int64_t count, const uint8_t* mask) {
   if (stride != 1) {

@@ -20,7 +20,7 @@ Tensor as_groups(const Tensor& tensor, const Tensor& rstd) {
   return tensor.reshape({tokens, groups, tensor.numel() / (tokens * groups)});
 }
 
-/// The tensor times weight + offset.
+/// tensor * (weight + offset)
 Tensor scaled(const Tensor& tensor, const MaybeTensor& weight, double offset) {
   return weight ? tensor * (weight->to(tensor.scalar_type()) + offset) : tensor;
 }

@@ -16,7 +16,7 @@ using at::OptionalIntArrayRef;
 using at::Tensor;
 using OptionalDtype = std::optional<at::ScalarType>;
 
-/// Whether torch sums the dtype and a result may have it: all but complex numbers.
+/// Whether sum() takes the dtype: a supported floating dtype, integers or bools.
 bool is_summable(at::ScalarType dtype) {
   return is_supported_dtype(dtype) || at::isIntegralType(dtype, /*includeBool=*/true);
 }

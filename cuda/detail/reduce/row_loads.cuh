@@ -69,7 +69,8 @@ __device__ __forceinline__ C thread_sum_vectors(const T* row, int64_t length, in
 #pragma unroll
     for (int k = 0; k < kLoads; ++k)
       items[k] = load_vector<kLanes>(body + (at + int64_t{k} * team) * kLanes);
-    // Groups of loads are summed first: the rounding error grows with vectors / kLoads + kLoads.
+    // Sums kLoads vectors first: the rounding error grows with the vectors of a thread / kLoads +
+    // kLoads.
 #pragma unroll
     for (int i = 0; i < kLanes; ++i) {
       C group = widened<C>(items[0].lane[i]);

@@ -138,8 +138,8 @@ inline ChannelPass make_channel_pass(Dtype dtype, const ChannelLayout& layout,
   return {in_rows, lanes, make_channel_plan(layout, in_rows, lanes, blocks, device)};
 }
 
-/// The plan of one kernel for both passes, whose whole grid is resident, or nothing. `pass` is the
-/// plan of two kernels, for all tensors and kResidentBlocks blocks per SM.
+/// The plan of one kernel that makes both passes with a resident grid; nullopt if there is none.
+/// `pass` is the plan of two kernels, with kResidentBlocks blocks per SM.
 inline std::optional<ChannelPass> make_resident_pass(const ChannelPass& pass,
                                                      const Device& device) {
   const ChannelPlan& plan = pass.plan;

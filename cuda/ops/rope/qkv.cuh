@@ -76,7 +76,7 @@ struct Piece {
   }
 };
 
-/// Sets the factors of a weight; ones without a weight, and for values.
+/// Loads the factors weight + offset; they are 1 without a weight, and for kValues.
 template <class T, class C, int N>
 __device__ __forceinline__ void load_weight(const QkvPlan& plan, int kind, int64_t at, C (&to)[N]) {
   const void* weight = kind == kValues ? nullptr : plan.p.weight[kind];

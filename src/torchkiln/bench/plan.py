@@ -63,8 +63,7 @@ def device_of(where: str, name: str | None) -> torch.device:
     count = torch.cuda.device_count()
     if device.index >= count:
         raise CannotRun(
-            f"{where}: --device: got {name}, expected one of {count} GPUs, cuda:0 to "
-            f"cuda:{count - 1}"
+            f"{where}: --device: got {name}, expected an index below {count}, the number of GPUs"
         )
     torch.cuda.set_device(device)
     return device

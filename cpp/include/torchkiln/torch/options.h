@@ -192,7 +192,7 @@ struct Parameters {
   }
 };
 
-/// Leaves the conversion of values to their types.
+/// Passes values on without a conversion.
 struct AsGiven {
   template <class T, class V>
   V& to(V& value) const {

@@ -116,7 +116,7 @@ def input_dims(recorder: Recorder, situation: Situation) -> tuple[Dim, ...]:
 
 
 def add_parameters(recorder: Recorder, parameters: dict[str, Tensor], width: int) -> None:
-    """Make parameters of one number per column inputs; other parameters have no formula."""
+    """Record parameters of shape ``(width,)`` as inputs; other parameters have no formula."""
     for name, parameter in parameters.items():
         if parameter.shape == (width,):
             recorder.add(parameter, name, [("c",)])

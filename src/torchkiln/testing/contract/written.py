@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 def form_of(spec: OpSpec) -> Written:
     """The field ``written`` of the spec, which must be set."""
     if spec.written is None:
-        raise TypeError(f"{spec.name}: written: got a spec without the field written")
+        raise TypeError(f"{spec.name}: written: got None, expected a Written")
     return spec.written
 
 

@@ -91,7 +91,7 @@ def logits_composite(x: Tensor, target: Tensor, **kwargs: Any) -> tuple[Tensor, 
 
 
 def with_terms(terms: Function, reference: Function, *args: Any, **kwargs: Any) -> Three:
-    """The terms of the loss, of the z-loss and of the accuracy."""
+    """The terms of the loss and of the z-loss, and the accuracy itself."""
     kwargs = {name: value for name, value in kwargs.items() if name != "accuracy"}
     with torch.no_grad():
         _, z, accuracy = reference(*args, **kwargs)
