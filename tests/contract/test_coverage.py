@@ -138,3 +138,23 @@ def test_stub_and_extension_agree() -> None:
     exported = {name for name in dir(_C) if not name.startswith("_")}
     assert told - {"__getattr__"} <= exported
     assert {spec.name for spec in SPECS} <= exported
+
+
+KEYWORD_TENSORS = {
+    "log_softmax": ["mask"],
+    "qkv_norm_rope": ["positions"],
+    "rope": ["positions"],
+    "softmax": ["mask"],
+    "spmm_csr": ["transpose"],
+}
+
+
+def test_tensors_come_before_the_keywords_of_a_schema() -> None:
+    """DTensor distributes positional tensors only; those above are given as they are needed."""
+    found: dict[str, list[str]] = {}
+    for name in registered():
+        arguments = getattr(torch.ops.torchkiln, name).default._schema.arguments
+        tensors = [a.name for a in arguments if a.kwarg_only and "Tensor" in str(a.type)]
+        if tensors:
+            found[name] = tensors
+    assert found == KEYWORD_TENSORS

@@ -130,7 +130,7 @@ assert wide.grad is not None
 
 # Errors reach all processes before they communicate.
 refused = [
-    (lambda: vocab_parallel_cross_entropy(mine, target, classes=classes + 99), "as by torch.chunk"),
+    (lambda: vocab_parallel_cross_entropy(mine, target, classes=classes + 99), "as torch.chunk"),
     (lambda: vocab_parallel_cross_entropy(mine, target[:3]), "a class, counted over all shards"),
     (lambda: vocab_parallel_cross_entropy(mine, target, reduction="max"), "reduction: got 'max'"),
     (lambda: vocab_parallel_cross_entropy(mine, target, softcap=0.0), "softcap: got 0.0"),

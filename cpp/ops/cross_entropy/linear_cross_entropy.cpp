@@ -146,7 +146,7 @@ Call cast_call(const Autocast& cast, Call call) {
 struct Op {
   static constexpr const char* kSchema =
       "torchkiln::linear_cross_entropy(Tensor x, Tensor linear_weight, Tensor target, "
-      "*, Tensor? linear_bias=None, Tensor? weight=None, int ignore_index=-100, "
+      "Tensor? linear_bias=None, Tensor? weight=None, *, int ignore_index=-100, "
       "str reduction='mean', float label_smoothing=0.0, float z_loss=0.0, "
       "ScalarType? loss_dtype=None, bool check_target=False, float? softcap=None, "
       "float temperature=1.0) -> Tensor";
@@ -190,7 +190,7 @@ struct WithMetrics {
   static constexpr const char* kName = "linear_cross_entropy";
   static constexpr const char* kSchema =
       "torchkiln::_linear_cross_entropy_with_metrics(Tensor x, Tensor linear_weight, "
-      "Tensor target, *, Tensor? linear_bias=None, Tensor? weight=None, int ignore_index=-100, "
+      "Tensor target, Tensor? linear_bias=None, Tensor? weight=None, *, int ignore_index=-100, "
       "str reduction='mean', float label_smoothing=0.0, float z_loss=0.0, "
       "ScalarType? loss_dtype=None, bool check_target=False, float? softcap=None, "
       "float temperature=1.0, bool accuracy=False) -> (Tensor, Tensor, Tensor)";

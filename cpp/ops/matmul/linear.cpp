@@ -175,7 +175,8 @@ Two pass_activation(const Incoming& in, const Tensor& kept, const MaybeTensor& m
 
 struct Op {
   static constexpr const char* kSchema =
-      "torchkiln::linear(Tensor x, Tensor weight, Tensor? bias=None, *, str act='none', "
+      // No `*`: DTensor distributes positional tensors alone, and the residual is one.
+      "torchkiln::linear(Tensor x, Tensor weight, Tensor? bias=None, str act='none', "
       "float scale=1.0, Tensor? residual=None) -> Tensor";
 
   static Tensor meta(const Call& call) { return checked_output(call); }
