@@ -20,13 +20,13 @@ class Renamed:
     """The first minor version without the former one."""
 
 
-def warn(place: str, old: str, renamed: Renamed, stacklevel: int = 3) -> None:
-    """Warns of a former name, at the line of the caller."""
+def warn(place: str, old: str, renamed: Renamed) -> None:
+    """Warns of a former name, at the line that uses it."""
     warnings.warn(
         f"{place}: {old} is {renamed.now} since version {renamed.since}; {old} is gone in version "
         f"{renamed.gone}",
         FutureWarning,
-        stacklevel=stacklevel,
+        stacklevel=4,
     )
 
 
@@ -39,7 +39,7 @@ def argument(op: str, options: dict[str, Any], old: str, renamed: Renamed) -> No
             f"torchkiln.{op}: {old}: got a value beside {renamed.now}, which is its present name; "
             f"leave {old} out"
         )
-    warn(f"torchkiln.{op}", old, renamed, stacklevel=4)
+    warn(f"torchkiln.{op}", old, renamed)
     options[renamed.now] = options.pop(old)
 
 
@@ -47,5 +47,5 @@ def attribute(module: Any, name: str, former: Mapping[str, Renamed]) -> Any:
     """The value of a former name of a module, for its ``__getattr__``."""
     if name not in former:
         raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
-    warn(module.__name__, name, former[name], stacklevel=4)
+    warn(module.__name__, name, former[name])
     return getattr(module, former[name].now)

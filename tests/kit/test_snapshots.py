@@ -1,4 +1,4 @@
-"""What stays in patch releases, as text: tests/data/*.txt. docs/stability.md has the promise.
+"""Snapshots of the public interface as text, tests/data/*.txt. docs/stability.md has the promise.
 
 ``python tests/kit/test_snapshots.py`` writes the files; a reviewer reads their difference.
 """

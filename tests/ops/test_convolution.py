@@ -8,15 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from convolutions import (
-    close,
-    conv_bn_act,
-    count,
-    exact,
-    layer,
-    moved,
-    notes,
-)
+from convolutions import close, conv_bn_act, count, exact, layer, moved, notes
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 

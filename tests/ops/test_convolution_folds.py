@@ -10,14 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from convolutions import (
-    close,
-    conv_bn_act,
-    count,
-    exact,
-    layer,
-    notes,
-)
+from convolutions import close, conv_bn_act, count, exact, layer, notes
 from torch import nn
 
 import torchkiln

@@ -33,7 +33,7 @@ BY_TORCH: dict[tuple[type[nn.Module], str], bool] = {}
 def attribute(module: nn.Module, name: str, *default: Any) -> Any:
     """``getattr(module, name, *default)``, which takes 1 us for parameters, found in Python.
 
-    What a class defines under the name, and a ``__getattr__`` of its own, come first, as there.
+    As in ``getattr``, an attribute of the class or its own ``__getattr__`` comes first.
     """
     if is_compiling():  # the table would be a guard
         return getattr(module, name, *default)

@@ -14,18 +14,8 @@ from torchkiln.ops.matmul import linear, mlp
 from torchkiln.typing import Activation, Device
 
 
-class TransformerEncoderLayer(nn.TransformerEncoderLayer):
-    """``y = norm1(x + attention(x)); norm2(y + linear2(act(linear1(y))))``.
-
-    A :class:`torch.nn.TransformerEncoderLayer`. Linear layer and activation are one op, in
-    training, too. So are dropout and residual sum, or without dropout residual sum and norm.
-    Submodules with hooks or of another class are called one by one.
-
-    The arguments are those of torch's module.
-
-    Shape:
-        input and output ``[tokens, batch, d_model]``, or as for :class:`MultiheadAttention`.
-    """
+class _Layer(nn.Module):
+    """The common part of both layers: the constructor."""
 
     def __init__(  # noqa: PLR0917
         self,
@@ -54,7 +44,23 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
             device,
             dtype,
         )
-        adopt(self.self_attn)
+        for attention in self.children():
+            if type(attention) is nn.MultiheadAttention:
+                adopt(attention)
+
+
+class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
+    """``y = norm1(x + attention(x)); norm2(y + linear2(act(linear1(y))))``.
+
+    A :class:`torch.nn.TransformerEncoderLayer`. Linear layer and activation are one op, in
+    training, too. So are dropout and residual sum, or without dropout residual sum and norm.
+    Submodules with hooks or of another class are called one by one.
+
+    The arguments are those of torch's module.
+
+    Shape:
+        input and output ``[tokens, batch, d_model]``, or as for :class:`MultiheadAttention`.
+    """
 
     def forward(
         self,
@@ -78,7 +84,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         return add_norm(self.norm2, feed(self, x), x, rate(self.dropout2))[0]
 
 
-class TransformerDecoderLayer(nn.TransformerDecoderLayer):
+class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
     """:class:`TransformerEncoderLayer` with attention to the input, then to ``memory``.
 
     A :class:`torch.nn.TransformerDecoderLayer`, with the same arguments.
@@ -87,36 +93,6 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
         tgt and output ``[targets, batch, d_model]``, memory ``[sources, batch, d_model]``, or as
         for :class:`MultiheadAttention`.
     """
-
-    def __init__(  # noqa: PLR0917
-        self,
-        d_model: int,
-        nhead: int,
-        dim_feedforward: int = 2048,
-        dropout: float = 0.1,
-        activation: str | Callable[[Tensor], Tensor] = F.relu,
-        layer_norm_eps: float = 1e-5,
-        batch_first: bool = False,
-        norm_first: bool = False,
-        bias: bool = True,
-        device: Device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(
-            d_model,
-            nhead,
-            dim_feedforward,
-            dropout,
-            activation,
-            layer_norm_eps,
-            batch_first,
-            norm_first,
-            bias,
-            device,
-            dtype,
-        )
-        adopt(self.self_attn)
-        adopt(self.multihead_attn)
 
     def forward(  # noqa: PLR0917
         self,

@@ -102,7 +102,7 @@ inline PyObject* call_by_schema(const char* name, PyObject* const* given) {
 /// Returns the name of the op to call, from the arguments in the order of the schema.
 using NameOf = const char*(PyObject* const* given);
 
-/// What the call returns, from the results of the op, of which it takes the reference.
+/// Converts the results of the op to the value that the call returns. Steals the reference.
 using Finish = PyObject*(PyObject* results, PyObject* const* given);
 
 template <class Function>
