@@ -79,18 +79,18 @@ def test_the_host_clock_measures_one_call_of_many() -> None:
 def test_the_cuda_clock_measures_the_device_and_not_the_host() -> None:
     """A sleep of the GPU counts in proportion; one of the host does not."""
     clock = CudaClock(torch.device("cuda:0"))
-    short, long = (
-        clock(lambda cycles=cycles: torch.cuda._sleep(cycles))  # type: ignore[misc]
-        for cycles in (2_000_000, 8_000_000)
-    )
-    assert 3 < long / short < 5
+
+    def shortest(cycles: int) -> float:  # of several, as other processes may use the GPU
+        return min(clock(lambda: torch.cuda._sleep(cycles)) for _ in range(9))
+
+    assert 3 < shortest(8_000_000) / shortest(2_000_000) < 5
     x = torch.ones(1024, device="cuda")
 
     def slow_on_the_host() -> None:
         time.sleep(0.002)
         x.add(x)
 
-    assert clock(slow_on_the_host) < 0.001
+    assert min(clock(slow_on_the_host) for _ in range(9)) < 0.001
 
 
 def test_calls_take_turns() -> None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchkiln
+from torchkiln.bench.measure import CudaGauge
 from torchkiln.testing.compare import bits
 from torchkiln.testing.specs import cross_entropy as contract
 from torchkiln.testing.specs.cross_entropy import probabilities
@@ -49,11 +50,7 @@ def gradient_again(loss: Tensor, logits: Tensor) -> Tensor:
 def peak_bytes(device: torch.device, function: Callable[[], object]) -> int:
     """Peak memory of the call, without the memory allocated before."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        function()
-        return torch.cuda.max_memory_allocated(device) - before
+        return CudaGauge(device)(function)
     kind = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[kind], profile_memory=True, acc_events=True) as profile:
         function()

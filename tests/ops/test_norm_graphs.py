@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchkiln
 from torchkiln.testing.data import normal
+from torchkiln.testing.memory import allocated_bytes
 
 
 @every_op
@@ -52,9 +53,8 @@ def test_memory_of_forward_and_backward(spec: Any) -> None:
     sample = spec.leaves(spec.bench(device, torch.bfloat16, (4096, 4096)))
     whole = sample.args[0].nbytes
     inputs = sample.take(spec.wanted(sample))
-    torch.cuda.synchronize(device)
+    before = allocated_bytes(device)
     torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
     result = sample.call(spec.op)
     outs = result if isinstance(result, tuple) else (result,)
     forward = torch.cuda.max_memory_allocated(device) - before

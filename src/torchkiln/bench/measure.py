@@ -25,6 +25,7 @@ from torchkiln.bench.roofline import Work, ceilings, written
 from torchkiln.testing import OpSpec
 from torchkiln.testing.compare import outputs
 from torchkiln.testing.contract.repeat import threads
+from torchkiln.testing.memory import allocated_bytes
 
 HOST_SHAPE = (4, 64)
 HOST_ROUNDS = 7
@@ -247,9 +248,8 @@ class CudaGauge:
 
     def __call__(self, call: Call) -> int:
         """Peak memory of one call in bytes, results included."""
-        torch.cuda.synchronize(self.device)
+        before = allocated_bytes(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
         call()
         return torch.cuda.max_memory_allocated(self.device) - before
 

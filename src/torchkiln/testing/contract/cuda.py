@@ -7,6 +7,7 @@ import gc
 import pickle
 import subprocess
 import sys
+import time
 import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ from torchkiln.testing.compare import (
 from torchkiln.testing.contract.gradients import incoming
 from torchkiln.testing.contract.values import available_memory
 from torchkiln.testing.data import SENTINEL, scaled
+from torchkiln.testing.memory import allocated_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -194,16 +196,17 @@ def only_the_caching_allocator(spec: OpSpec, device: torch.device, dtype: torch.
     for _ in range(2):
         all_samples()
     gc.collect()  # cycles of other tests
-    allocated = torch.cuda.memory_allocated(device)
+    allocated = allocated_bytes(device)
     grown = 0
-    for _ in range(TRIES):
+    for attempt in range(TRIES):
+        time.sleep(0.1 * attempt)
         before = outside_torch()
         for _ in range(5):
             all_samples()
         grown = outside_torch() - before
         if grown <= 0:
             break
-    kept = torch.cuda.memory_allocated(device) - allocated
+    kept = allocated_bytes(device) - allocated
     where = Where(spec, "only_the_caching_allocator", spec.typical(device, dtype))
     require(kept == 0, where, f"{kept} bytes stay allocated after the calls")
     require(grown <= 0, where, f"{grown} bytes were taken from the device outside the allocator")

@@ -17,6 +17,7 @@ from torchkiln.testing.check import UnavailableError, check
 from torchkiln.testing.compare import Where, gradients, outputs, require, require_same
 from torchkiln.testing.contract.gradients import incoming
 from torchkiln.testing.contract.values import SMALL
+from torchkiln.testing.memory import allocated_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -89,8 +90,7 @@ def in_use(device: torch.device) -> dict[str, int]:
         info = mallinfo()
         found["bytes of the C library"] = info.uordblks + info.hblkhd
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        found[f"bytes on {device}"] = torch.cuda.memory_allocated(device)
+        found[f"bytes on {device}"] = allocated_bytes(device)
     return found
 
 

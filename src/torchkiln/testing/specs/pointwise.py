@@ -179,8 +179,10 @@ ADD = OpSpec(
 def addcmul_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     """The calls of muladd in the order of torch.addcmul, then other factors."""
     for call in muladd_inputs(device, dtype):
-        if all(isinstance(value, Tensor) and value.dtype == dtype for value in call.args):
-            a, b, c = call.args
+        a, b, c = call.args
+        tensors = all(isinstance(value, Tensor) and value.dtype == dtype for value in call.args)
+        # torch.addcmul takes one tensor on the CPU beside tensors on a GPU, muladd takes two.
+        if tensors and sum(value.device != device for value in call.args) <= 1:
             yield replace(call, args=(c, a, b))
     a, b, c = (normal(name, (5, 7), device, dtype) for name in "abc")
     yield Sample("value", (c, a, b), {"value": -1.5})
