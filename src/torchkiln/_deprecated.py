@@ -5,7 +5,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
+
+from torch.compiler import is_compiling
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,9 @@ class Renamed:
 
 
 def warn(place: str, old: str, renamed: Renamed) -> None:
-    """Warns of a former name, at the line that uses it."""
+    """Warns of a former name, at the line that uses it; not in a graph of torch.compile."""
+    if is_compiling():  # a warning would break the graph
+        return
     warnings.warn(
         f"{place}: {old} is {renamed.now} since version {renamed.since}; {old} is gone in version "
         f"{renamed.gone}",
@@ -35,12 +39,25 @@ def argument(op: str, options: dict[str, Any], old: str, renamed: Renamed) -> No
     if old not in options:
         return
     if renamed.now in options:
-        raise TypeError(
-            f"torchkiln.{op}: {old}: got a value beside {renamed.now}, which is its present name; "
-            f"leave {old} out"
-        )
+        refuse(op, old, renamed)
     warn(f"torchkiln.{op}", old, renamed)
     options[renamed.now] = options.pop(old)
+
+
+def value(op: str, old: str, renamed: Renamed, given: object, *, is_alone: bool) -> object:
+    """The value of an argument given by its former name; TypeError if both names are given."""
+    if not is_alone:
+        refuse(op, old, renamed)
+    warn(f"torchkiln.{op}", old, renamed)
+    return given
+
+
+def refuse(op: str, old: str, renamed: Renamed) -> NoReturn:
+    """Refuses a value by both names."""
+    raise TypeError(
+        f"torchkiln.{op}: {old}: got a value beside {renamed.now}, which is its present name; "
+        f"leave {old} out"
+    )
 
 
 def attribute(module: Any, name: str, former: Mapping[str, Renamed]) -> Any:

@@ -6,9 +6,11 @@ import types
 from typing import Any
 
 import pytest
+import torch
 
 from torchkiln import _deprecated
 from torchkiln._deprecated import Renamed
+from torchkiln.ops.eager import eager
 
 CHANGED = Renamed("check", "0.2", "0.3")
 WORDS = "check_target is check since version 0.2; check_target is gone in version 0.3"
@@ -29,6 +31,41 @@ def test_a_former_argument_has_its_present_name() -> None:
 def test_both_names_of_an_argument() -> None:
     with pytest.raises(TypeError, match=r"torchkiln\.op: check_target: got a value beside check"):
         op(check_target=True, check=True)
+
+
+@eager(lambda x, groups, check: (x, groups, check), former={"check_target": CHANGED})
+def routed(x: int, groups: int = 1, *, check: bool = True) -> tuple[int, int, bool]:
+    return x, groups, check
+
+
+@eager(lambda x, check: (x, check), input="x", former={"check_target": CHANGED})
+def required(x: int, check: int) -> tuple[int, int]:
+    return x, check
+
+
+def test_a_former_argument_of_a_function_that_is_routed() -> None:
+    former: Any = routed
+    with pytest.warns(FutureWarning, match=rf"^torchkiln\.routed: {WORDS}$") as caught:
+        assert former(1, check_target=False) == (1, 1, False)
+    assert caught[0].filename == __file__
+    assert routed(1, 2, check=False) == (1, 2, False)
+    with pytest.raises(TypeError, match=r"torchkiln\.routed: check_target: got a value beside"):
+        former(1, check_target=True, check=False)
+    with pytest.raises(TypeError, match=r"got more than 2 positional arguments"):
+        former(1, 2, True)
+
+
+def test_a_former_argument_without_a_default() -> None:
+    former: Any = required
+    with pytest.warns(FutureWarning, match=r"^torchkiln\.required: "):
+        assert former(input=1, check_target=2) == (1, 2)
+
+
+def test_a_former_argument_under_compile() -> None:
+    """The graph has no break, and no warning."""
+    former: Any = routed
+    found = torch.compile(lambda x: former(x, check_target=False), fullgraph=True, backend="eager")
+    assert found(3) == (3, 1, False)
 
 
 def test_a_former_attribute_of_a_module() -> None:

@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.overrides import has_torch_function
 
+from torchkiln._deprecated import Renamed, value
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 ROUTE = """\
-def routes(entry, traced, is_compiling, chosen, refuse{defaults}):
+def routes(entry, traced, is_compiling, chosen, refuse, value, former{defaults}):
     def {name}({parameters}):
 {renamed}\
         if {is_traced}:
@@ -26,6 +28,10 @@ RENAMED = """\
 """
 EXCESS = "_excess"
 """The parameter that separates positional from keyword parameters if no torch names do."""
+FORMER = """\
+        if {old} is not ...:
+            {now} = value("{op}", "{old}", former["{old}"], {old}, is_alone={now} is {default})
+"""
 REFUSED = """\
         if _excess is not ...:
             refuse("{op}", {count})
@@ -33,7 +39,11 @@ REFUSED = """\
 
 
 def eager(
-    entry: Callable[..., Any], *, beside: tuple[str, ...] = (), **names: str
+    entry: Callable[..., Any],
+    *,
+    beside: tuple[str, ...] = (),
+    former: Mapping[str, Renamed] | None = None,
+    **names: str,
 ) -> Callable[[F], F]:
     """Makes a function call ``entry`` in eager mode; its body is for torch.compile and export.
 
@@ -44,13 +54,14 @@ def eager(
         entry: function of ``_C`` that takes all arguments of the body by position.
         beside: arguments that ``entry`` does not take. Calls that change their defaults run the
             body in eager mode, too.
+        former: former names of arguments, which are accepted as keywords, with a warning.
         names: torch's name of an argument and the name in the body: ``input="x"``. Both are
             accepted as keywords. Signatures and pages show only the second.
     """
 
     def decorate(traced: F) -> F:
         parameters = inspect.signature(traced).parameters
-        order = declared(parameters, names)
+        order = declared(parameters, names, former or {})
         op = traced.__name__.removeprefix("_")
         count = sum(p.kind is not p.KEYWORD_ONLY for p in parameters.values())
         renamed = [
@@ -59,6 +70,9 @@ def eager(
         ]
         if EXCESS in order:
             renamed.append(REFUSED.format(op=op, count=count))
+        for old, now in ((old, one.now) for old, one in (former or {}).items()):
+            default = plain(parameters[now].default)
+            renamed.append(FORMER.format(op=op, old=old, now=now, default=repr(default)))
         source = ROUTE.format(
             name=traced.__name__,
             defaults="".join(f", default_{name}" for name in beside),
@@ -75,17 +89,24 @@ def eager(
         file = inspect.getfile(traced)
         exec(compile(source, f"<eager route in {file}>", "exec"), traced.__globals__, scope)
         unchanged = [parameters[name].default for name in beside]
-        route = scope["routes"](entry, traced, is_compiling, chosen, refuse, *unchanged)
+        route = scope["routes"](
+            entry, traced, is_compiling, chosen, refuse, value, former, *unchanged
+        )
         route.__defaults__ = traced.__defaults__
         if renamed:
             found = [parameters[n].default if n in parameters else ... for n in order]
-            if not names:
+            if not names and not former:
                 found = [default for default in found if default is not inspect.Parameter.empty]
-            # If torch's names are accepted, a missing argument is None, which the entry refuses.
-            route.__defaults__ = tuple(None if d is inspect.Parameter.empty else d for d in found)
+            # If other names are accepted, a missing argument is None, which the entry refuses.
+            route.__defaults__ = tuple(map(plain, found))
         return cast("F", functools.update_wrapper(route, traced))
 
     return decorate
+
+
+def plain(default: object) -> object:
+    """The default, or None if there is none."""
+    return None if default is inspect.Parameter.empty else default
 
 
 def is_changed(name: str) -> str:
@@ -93,16 +114,19 @@ def is_changed(name: str) -> str:
     return f"({name} is not default_{name} and {name} != default_{name})"
 
 
-def declared(parameters: Mapping[str, inspect.Parameter], names: Iterable[str]) -> list[str]:
+def declared(
+    parameters: Mapping[str, inspect.Parameter], names: Iterable[str], former: Iterable[str]
+) -> list[str]:
     """The parameters of a route, without defaults.
 
     No parameter is keyword-only, because a keyword-only default costs 20 ns in each call. Instead,
-    torch's names, or a parameter that must stay empty, follow the positional parameters.
+    torch's names, or a parameter that must stay empty, follow the positional parameters. Former
+    names are last.
     """
     by_position = [n for n, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
     by_keyword = [n for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
-    separators = [*names] or ([EXCESS] if by_keyword else [])
-    return [*by_position, *separators, *by_keyword]
+    separators = [*names] or ([EXCESS] if by_keyword or former else [])
+    return [*by_position, *separators, *by_keyword, *former]
 
 
 def chosen(op: str, count: int, name: str, ours: Any, torchs_name: str, torchs: Any) -> Any:  # noqa: PLR0917
