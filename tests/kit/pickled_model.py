@@ -11,7 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import torchkiln
+from torchkiln.typing import Kind
 
+KINDS: tuple[Kind, ...] = (
+    *("norm", "residual", "glu", "activation", "softmax", "batch_norm", "linear", "registered"),
+)
 FILE = Path(__file__).parents[1] / "data" / "replaced.pt"
 
 
@@ -62,17 +66,48 @@ class Stem(nn.Module):
         return self.act(self.norm(self.conv(x)))
 
 
+class GatedRms(Rms):
+    """A norm of gated elements."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+        x = x * nn.functional.silu(gate)
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+class Quick(nn.Module):
+    """An activation that is found by its formula."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+
+class Doubled(nn.Module):
+    """A class with a registered forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x
+
+
+def doubled(_: nn.Module, x: Tensor) -> Tensor:
+    """The registered forward."""
+    return 2 * x
+
+
 class Net(nn.Module):
     """One module of each kind of plan."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stem = Stem()
-        self.body = nn.Sequential(Rms(8), Block(8), nn.GELU(), nn.Softmax(-1))
+        self.body = nn.Sequential(Rms(8), Block(8), nn.GELU(), Quick(), Doubled(), nn.Softmax(-1))
+        self.gated = GatedRms(8)
+        self.wide = nn.Linear(512, 513)
+        # One number in the file, in place of 1 MiB.
+        self.wide.weight = nn.Parameter(torch.full((1,), 0.5).expand(513, 512))
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.body(self.stem(x).flatten(1)[:, :8])
-        return y
+        return self.wide(nn.functional.pad(self.gated(y, y), (0, 504)))
 
 
 def example() -> Tensor:
@@ -85,8 +120,9 @@ if __name__ == "__main__":
 
     torch.manual_seed(0)
     model = pickled_model.Net().eval()
-    torchkiln.replace(
-        model, only=["norm", "residual", "glu", "activation", "softmax", "batch_norm"]
+    torchkiln.replace.register(
+        pickled_model.Doubled, pickled_model.doubled, inputs=lambda _: torch.ones(4, 8)
     )
+    torchkiln.replace(model, only=pickled_model.KINDS)
     with torch.no_grad():
         torch.save({"model": model, "output": model(example())}, FILE)
