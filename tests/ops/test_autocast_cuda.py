@@ -1,10 +1,10 @@
-"""Dtypes of results under autocast on CUDA, with fake tensors: no GPU is needed."""
+"""Dtypes of results under autocast on CUDA: with fake tensors, and on a GPU if there is one."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 @contextmanager
-def autocast() -> Iterator[None]:
+def fake_autocast() -> Iterator[None]:
     """Autocast to bfloat16; ``torch.autocast`` turns itself off where there is no GPU."""
     before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     torch.set_autocast_enabled("cuda", True)
@@ -47,16 +47,24 @@ def autocast() -> Iterator[None]:
         torch.set_autocast_dtype("cuda", before[1])
 
 
+@pytest.fixture(params=["fake", pytest.param("cuda", marks=pytest.mark.cuda)])
+def autocast(request: pytest.FixtureRequest) -> AbstractContextManager[Any]:
+    """Autocast with fake tensors, or on a GPU."""
+    if request.param == "fake":
+        return fake_autocast()
+    return torch.autocast("cuda", torch.bfloat16)
+
+
 def listed() -> set[str]:
     """The ops of the row of docs/differences.md."""
     (row,) = re.findall(r"^\| (.*) under autocast on CUDA \|", PAGE.read_text(), re.MULTILINE)
     return set(re.findall(r"`(\w+)`", row))
 
 
-def test_dtypes_that_differ_are_listed() -> None:
+def test_dtypes_that_differ_are_listed(autocast: AbstractContextManager[Any]) -> None:
     differ = set()
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        with autocast():
+    with autocast:
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
             x = torch.empty(SHAPE, dtype=dtype, device="cuda")
             differ |= {
                 name for name, call in CALLS.items() if call(F, x).dtype != call(torchkiln, x).dtype
@@ -76,10 +84,12 @@ def test_dtypes_that_differ_are_listed() -> None:
         nn.GELU,
     ],
 )
-def test_replaced_modules_keep_the_dtype(make: Callable[[], nn.Module], dtype: torch.dtype) -> None:
+def test_replaced_modules_keep_the_dtype(
+    make: Callable[[], nn.Module], dtype: torch.dtype, autocast: AbstractContextManager[Any]
+) -> None:
     module, twin = make(), make()
     assert torchkiln.replace(module).changed
-    with autocast():
+    with autocast:
         x = torch.empty(SHAPE, dtype=dtype, device="cuda")
         for one in (module, twin):
             for name, parameter in one.named_parameters():
