@@ -75,10 +75,22 @@ def signature(thing: Any) -> str:
     """Parameters and defaults, without annotations."""
     found = inspect.signature(thing)
     plain = [
-        p.replace(annotation=p.empty, default=p.default if is_plain(p.default) else ...)
+        p.replace(
+            annotation=p.empty, default=p.default if is_plain(p.default) else Named(p.default)
+        )
         for p in found.parameters.values()
     ]
     return str(found.replace(parameters=plain, return_annotation=inspect.Signature.empty))
+
+
+class Named:
+    """A default with the name of an object as its text."""
+
+    def __init__(self, value: Any) -> None:
+        self.name = getattr(value, "__name__", str(value))
+
+    def __repr__(self) -> str:
+        return self.name
 
 
 def is_plain(value: Any) -> bool:
@@ -95,12 +107,30 @@ def signatures() -> Iterator[str]:
             thing = getattr(importlib.import_module(module), name)
             if inspect.isclass(thing) and issubclass(thing, nn.Module):
                 yield f"{module}.{name}{signature(thing)}"
-                yield f"{module}.{name}.forward{signature(thing.forward)}"
+                if thing.forward is not nn.Module.forward:
+                    yield f"{module}.{name}.forward{signature(thing.forward)}"
             elif inspect.isfunction(thing):
                 yield f"{module}.{name}{signature(thing)}"
     yield f"torchkiln.replace{signature(torchkiln.replace)}"
     yield f"torchkiln.replace.register{signature(torchkiln.replace.register)}"
     yield f"torchkiln.replace.unregister{signature(torchkiln.replace.unregister)}"
+
+
+def members() -> Iterator[str]:
+    """Fields and methods of public classes that are no modules, and of reports."""
+    made = (torchkiln.replace(nn.Identity()), torchkiln.explain("relu", torch.ones(1)))
+    classes = {type(one): set(vars(one)) for one in made}
+    for module in (name for name in MODULES if name not in EXPERIMENTAL):
+        for thing in (getattr(import_module(module), n) for n in import_module(module).__all__):
+            if inspect.isclass(thing) and not issubclass(thing, nn.Module):
+                classes.setdefault(thing, set())
+    for cls in sorted(classes, key=lambda one: f"{one.__module__}.{one.__qualname__}"):
+        yield cls.__qualname__
+        own = [base for base in cls.__mro__ if base.__module__.startswith("torchkiln")]
+        found = {n for base in own for n in (*vars(base), *vars(base).get("__annotations__", ()))}
+        for name in sorted(name for name in found | classes[cls] if not name.startswith("_")):
+            value = inspect.getattr_static(cls, name, None)
+            yield f"  {name}{signature(value) if inspect.isfunction(value) else ''}"
 
 
 def schemas() -> Iterator[str]:
@@ -222,6 +252,7 @@ def reports() -> Iterator[str]:
 SNAPSHOTS: dict[str, Callable[[], Iterator[str]]] = {
     "names": names,
     "signatures": signatures,
+    "members": members,
     "schemas": schemas,
     "exported": exported_helpers,
     "state_dict": state,
