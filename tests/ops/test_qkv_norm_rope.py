@@ -136,13 +136,15 @@ def test_many_tokens(device: torch.device, size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"interleaved": True, "partial": 192}, {"norm": "none"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"interleaved": True, "rotary_dim": 192}, {"norm": "none"}]
+)
 def test_rounds_of_groups_of_heads(
     device: torch.device, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
     """Groups that are not full, in several rounds of blocks, over the ends of batches."""
     batch, tokens, heads, kv_heads, size = 3, 1001, 5, 2, 256
-    pairs = options.get("partial", size) // 2
+    pairs = options.get("rotary_dim", size) // 2
     shapes = ((batch, tokens, (heads + 2 * kv_heads) * size), (tokens, pairs), (tokens, pairs))
     given = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
     if options.get("norm") != "none":
@@ -175,11 +177,11 @@ def test_rounds_of_groups_of_heads(
         torch.testing.assert_close(x.double(), y, rtol=eps, atol=2e-5 * largest)
 
 
-@pytest.mark.parametrize("options", [{}, {"interleaved": True}, {"partial": 32}])
+@pytest.mark.parametrize("options", [{}, {"interleaved": True}, {"rotary_dim": 32}])
 def test_cos_and_sin_have_gradients(device: torch.device, options: dict[str, Any]) -> None:
     """Learned angles: first and second derivatives, beside those of the other arguments."""
     given = [x.double() for x in arguments(device)]
-    if "partial" in options:
+    if "rotary_dim" in options:
         given[1:3] = [x[:, :16].contiguous() for x in given[1:3]]
     qkv, cos, sin, *weights = leaves = [x.requires_grad_() for x in given]
     q, k, v = parts(qkv)
@@ -212,7 +214,7 @@ def test_a_norm_of_all_heads(device: torch.device, counts: tuple[int, int, int])
     ]
     cos, sin = torch.randn(2, tokens, rotated // 2, device=device, dtype=torch.float64)
     found = torchkiln.qkv_norm_rope(
-        qkv, cos, sin, weights[0], weights[1], heads, kv_heads, norm="all", partial=rotated
+        qkv, cos, sin, weights[0], weights[1], heads, kv_heads, norm="all", rotary_dim=rotated
     )
     sizes = [heads * size, kv_heads * size, kv_heads * size]
     parts = [
@@ -220,7 +222,7 @@ def test_a_norm_of_all_heads(device: torch.device, counts: tuple[int, int, int])
         for x, weight in zip(qkv.split(sizes, -1), (*weights, None), strict=True)
     ]
     q, k, v = (x.unflatten(-1, (-1, size)).transpose(0, 1) for x in parts)
-    expected = (*torchkiln.rope(q, k, cos, sin, partial=rotated), v)
+    expected = (*torchkiln.rope(q, k, cos, sin, rotary_dim=rotated), v)
     torch.testing.assert_close(found, expected)
     grads = [torch.randn_like(x) for x in found]
     once, again = (torch.autograd.grad(found, leaves, grads, retain_graph=True) for _ in range(2))

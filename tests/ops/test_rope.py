@@ -88,8 +88,8 @@ def test_scaled_factors_scale_the_result(device: torch.device) -> None:
     """The factor of YaRN; its part that is not rotated has none."""
     q = torch.randn(2, 3, 5, 16, device=device)
     cos, sin = tables(device, 5, 4)
-    expected, _ = torchkiln.rope(q, None, cos, sin, partial=8)
-    found, _ = torchkiln.rope(q, None, 1.5 * cos, 1.5 * sin, partial=8)
+    expected, _ = torchkiln.rope(q, None, cos, sin, rotary_dim=8)
+    found, _ = torchkiln.rope(q, None, 1.5 * cos, 1.5 * sin, rotary_dim=8)
     torch.testing.assert_close(found[..., :8], 1.5 * expected[..., :8])
     assert torch.equal(found[..., 8:], q[..., 8:])
 
@@ -123,7 +123,7 @@ def test_a_position_outside_of_the_table_gives_nan(device: torch.device, positio
     q = torch.randn(1, 2, 3, 8, device=device)
     cos, sin = tables(device, 9, 2)
     rows = torch.tensor([0, position, 8], device=device)
-    found, _ = torchkiln.rope(q, None, cos, sin, positions=rows, partial=4)
+    found, _ = torchkiln.rope(q, None, cos, sin, positions=rows, rotary_dim=4)
     assert found[:, :, 1, :4].isnan().all()
     assert torch.equal(found[:, :, 1, 4:], q[:, :, 1, 4:])
     assert found[:, :, ::2].isfinite().all()
@@ -136,7 +136,7 @@ def test_inverse_undoes_it_and_is_the_gradient(device: torch.device, interleaved
         for n in (3, 1)
     )
     cos, sin = tables(device, 5, 6, dtype=torch.float64)
-    rest: dict[str, Any] = {"interleaved": interleaved, "partial": 12}
+    rest: dict[str, Any] = {"interleaved": interleaved, "rotary_dim": 12}
     found = torchkiln.rope(q, k, cos, sin, **rest)
     back = torchkiln.rope(found[0], found[1], cos, sin, inverse=True, **rest)
     torch.testing.assert_close(back, (q, k))

@@ -43,7 +43,7 @@ class Case:
         weights = {"none": (None, None), "head": self.weights, "all": self.all_weights}
         q_weight, k_weight = weights[options.get("norm", "head")]
         given = self.qkv if qkv is None else qkv
-        rest: dict[str, Any] = {"partial": self.rotated if self.size % 2 else None} | options
+        rest: dict[str, Any] = {"rotary_dim": self.rotated if self.size % 2 else None} | options
         cos, sin = tables
         return torchkiln.qkv_norm_rope(given, cos, sin, q_weight, k_weight, HEADS, KV_HEADS, **rest)
 

@@ -24,7 +24,7 @@ struct Angles {
   Borrowed<Tensor> sin;
   bool interleaved;
   Borrowed<MaybeTensor> positions;
-  std::optional<int64_t> partial;
+  std::optional<int64_t> rotary_dim;
   bool inverse;
 };
 
@@ -39,7 +39,7 @@ struct Heads {
 
   /// Elements that are rotated.
   SymInt rotary(const Angles& angles) const {
-    return angles.partial ? SymInt(*angles.partial) : head_dim;
+    return angles.rotary_dim ? SymInt(*angles.rotary_dim) : head_dim;
   }
   /// Whether cos and sin have each factor twice.
   bool factors_are_doubled(const Angles& angles) const {
@@ -49,14 +49,15 @@ struct Heads {
 
 inline void check_rotary(const Heads& heads, const Angles& angles) {
   const SymInt& size = heads.head_dim;
-  if (!angles.partial) {
+  if (!angles.rotary_dim) {
     TORCH_CHECK(size % 2 == 0, "torchkiln.", heads.op, ": ", heads.name, ": got heads of ", size,
-                " elements, expected an even number; partial= rotates a part of each head");
+                " elements, expected an even number; rotary_dim= rotates a part of each head");
     return;
   }
-  TORCH_CHECK_VALUE(*angles.partial >= 2 && *angles.partial % 2 == 0 && size >= *angles.partial,
-                    "torchkiln.", heads.op, ": partial: got ", *angles.partial,
-                    ", expected an even number from 2 to ", size, ", the elements of a head");
+  TORCH_CHECK_VALUE(
+      *angles.rotary_dim >= 2 && *angles.rotary_dim % 2 == 0 && size >= *angles.rotary_dim,
+      "torchkiln.", heads.op, ": rotary_dim: got ", *angles.rotary_dim,
+      ", expected an even number from 2 to ", size, ", the elements of a head");
 }
 
 /// Whether a tensor is [tokens, ...] or [batch or 1, tokens, ...], with `more` further dimensions.
@@ -207,7 +208,7 @@ inline Tensor composite_rotation(const Tensor& x, const Heads& heads, const Angl
   const Tensor first = a * cos - b * sin, second = b * cos + a * sin;
   const Tensor rotated = angles.interleaved ? at::stack({first, second}, -1).flatten(-2)
                                             : at::cat({first, second}, -1);
-  if (!angles.partial) return rotated;
+  if (!angles.rotary_dim) return rotated;
   return at::cat({rotated, wide.narrow_symint(-1, rotary, heads.head_dim - rotary)}, -1);
 }
 

@@ -27,9 +27,9 @@ void check_cache(const QkvCall& call, const char* name, const Tensor& cache) {
 struct QkvIntoCache {
   static constexpr const char* kSchema =
       "torchkiln::_qkv_norm_rope_cache(Tensor qkv, Tensor cos, Tensor sin, Tensor? q_weight, "
-      "Tensor? k_weight, int heads, int kv_heads, float eps, str norm, float offset, "
-      "bool interleaved, Tensor? positions, int? partial, Tensor(a!) keys, Tensor(b!) values) -> "
-      "Tensor";
+      "Tensor? k_weight, int num_heads, int num_kv_heads, float eps, str norm, float offset, "
+      "bool interleaved, Tensor? positions, int? rotary_dim, Tensor(a!) keys, Tensor(b!) values) "
+      "-> Tensor";
 
   static constexpr const char* kName = kCacheName;
 

@@ -65,9 +65,9 @@ struct QkvBackward {
   };
   static constexpr const char* kSchema =
       "torchkiln::_qkv_norm_rope_backward(Tensor? grad_q, Tensor? grad_k, Tensor? grad_v, "
-      "Tensor qkv, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, int heads, "
-      "int kv_heads, float eps, str norm, float offset, bool interleaved, Tensor? positions, "
-      "int? partial, bool[2] wanted) -> (Tensor, Tensor, Tensor)";
+      "Tensor qkv, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, int num_heads, "
+      "int num_kv_heads, float eps, str norm, float offset, bool interleaved, Tensor? positions, "
+      "int? rotary_dim, bool[2] wanted) -> (Tensor, Tensor, Tensor)";
   static constexpr const char* kName = "qkv_norm_rope_backward";
 
   static Three meta(const Arguments& call) {
@@ -122,8 +122,8 @@ struct QkvBackward {
 struct Qkv {
   static constexpr const char* kSchema =
       "torchkiln::qkv_norm_rope(Tensor qkv, Tensor cos, Tensor sin, Tensor? q_weight, "
-      "Tensor? k_weight, int heads, int kv_heads, *, float eps=1e-6, str norm='head', "
-      "float offset=0.0, bool interleaved=False, Tensor? positions=None, int? partial=None) -> "
+      "Tensor? k_weight, int num_heads, int num_kv_heads, *, float eps=1e-6, str norm='head', "
+      "float offset=0.0, bool interleaved=False, Tensor? positions=None, int? rotary_dim=None) -> "
       "(Tensor, Tensor, Tensor)";
   static constexpr const char* kName = "qkv_norm_rope";
 

@@ -44,7 +44,7 @@ struct QkvCall {
 
   TORCHKILN_FIELDS(self.qkv, self.angles.cos, self.angles.sin, self.q_weight, self.k_weight,
                    self.heads, self.kv_heads, self.eps, self.norm, self.offset,
-                   self.angles.interleaved, self.angles.positions, self.angles.partial);
+                   self.angles.interleaved, self.angles.positions, self.angles.rotary_dim);
 
   bool normalizes() const { return norm != QkvNorm::none; }
   bool normalizes_across() const { return norm == QkvNorm::all; }
@@ -66,14 +66,14 @@ struct QkvCall {
 
 inline void check_heads(const QkvCall& call) {
   for (const auto& [name, count, least] :
-       {std::tuple("heads", call.heads, 1), std::tuple("kv_heads", call.kv_heads, 1)}) {
+       {std::tuple("num_heads", call.heads, 1), std::tuple("num_kv_heads", call.kv_heads, 1)}) {
     TORCH_CHECK_VALUE(count >= least, "torchkiln.", call.op, ": ", name, ": got ", count,
                       ", expected a number of at least ", least);
   }
   const int64_t all = call.heads + 2 * call.kv_heads;
   TORCH_CHECK(call.qkv->sym_size(-1) % all == 0, "torchkiln.", call.op, ": qkv: got ",
               call.qkv->sym_size(-1), " elements per token, expected a multiple of ", all,
-              ", heads + 2 * kv_heads");
+              ", num_heads + 2 * num_kv_heads");
   TORCH_CHECK(call.head_dim() <= kMostHeadElements, "torchkiln.", call.op, ": qkv: got heads of ",
               call.head_dim(), " elements, expected at most ", kMostHeadElements);
 }

@@ -24,7 +24,8 @@ struct Call {
   int64_t heads_dim;
 
   TORCHKILN_FIELDS(self.q, self.k, self.angles.cos, self.angles.sin, self.angles.interleaved,
-                   self.angles.positions, self.angles.partial, self.heads_dim, self.angles.inverse);
+                   self.angles.positions, self.angles.rotary_dim, self.heads_dim,
+                   self.angles.inverse);
 
   /// The dimension of the heads, counted from the end: -3 or -2. The tokens have the other one.
   int64_t heads_at() const { return heads_dim < 0 ? heads_dim : heads_dim - q->dim(); }
@@ -137,7 +138,7 @@ Two composite_of(const Call& call) {
 struct Op {
   static constexpr const char* kSchema =
       "torchkiln::rope(Tensor q, Tensor? k, Tensor cos, Tensor sin, *, bool interleaved=False, "
-      "Tensor? positions=None, int? partial=None, int heads_dim=-3, bool inverse=False) -> "
+      "Tensor? positions=None, int? rotary_dim=None, int heads_dim=-3, bool inverse=False) -> "
       "(Tensor, Tensor)";
 
   static Two meta(const Call& call) { return checked_outputs(call); }

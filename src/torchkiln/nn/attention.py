@@ -39,7 +39,7 @@ class Attention(nn.Module):
         dropout: the probability that an attention weight is dropped in training.
         scale: a factor of the products of queries and keys; None for ``head_dim**-0.5``.
         interleaved: as for :func:`torchkiln.rope`.
-        rotary_dim: as ``partial`` of :func:`torchkiln.rope`.
+        rotary_dim: as for :func:`torchkiln.rope`.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -168,7 +168,7 @@ class Attention(nn.Module):
                 offset=self.offset,
                 interleaved=self.interleaved,
                 positions=positions,
-                partial=self.rotary_dim,
+                rotary_dim=self.rotary_dim,
                 cache=cache,
             )
         if cos is not None or sin is not None:

@@ -20,7 +20,7 @@ class RotaryEmbedding(nn.Module):
         head_dim: elements of a head.
         max_positions: rows of the tables.
         base: the base of the angles.
-        rotary_dim: as ``partial`` of :func:`torchkiln.rope`.
+        rotary_dim: as for :func:`torchkiln.rope`.
         device: of the tables.
         dtype: float64 for tables in float64; other dtypes give float32.
 
@@ -98,7 +98,7 @@ class RotaryEmbedding(nn.Module):
             sin,
             interleaved=self.interleaved,
             positions=positions,
-            partial=self.rotary_dim,
+            rotary_dim=self.rotary_dim,
             heads_dim=self.heads_dim,
         )
 

@@ -15,7 +15,7 @@ class RopeOptions(TypedDict, total=False):
 
     interleaved: bool
     positions: Tensor | None
-    partial: int | None
+    rotary_dim: int | None
     heads_dim: int
     inverse: bool
 
@@ -41,7 +41,7 @@ def rope(
     *,
     interleaved: bool = False,
     positions: Tensor | None = None,
-    partial: int | None = None,
+    rotary_dim: int | None = None,
     heads_dim: int = -3,
     inverse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
@@ -66,8 +66,8 @@ def rope(
             ``(i, i + pairs)``, as in GPT-NeoX and Llama. Doubled factors are then in pairs, too.
         positions: ``[tokens]`` or ``[batch, tokens]``, int64 or int32: the rows of ``cos`` and
             ``sin`` for each token. A position outside of the table gives NaN.
-        partial: how many elements at the start of each head are rotated, an even number; None for
-            all. The other elements are copied.
+        rotary_dim: how many elements at the start of each head are rotated, an even number; None
+            for all. The other elements are copied.
         heads_dim: -3, or -2 for ``[..., tokens, heads, head_dim]``. A number from the front, such
             as ``unsqueeze_dim=1`` of Hugging Face, is accepted, too.
         inverse: whether to rotate by the negative angles.
@@ -79,7 +79,7 @@ def rope(
         sin,
         interleaved=interleaved,
         positions=positions,
-        partial=partial,
+        rotary_dim=rotary_dim,
         heads_dim=heads_dim,
         inverse=inverse,
     )
@@ -93,15 +93,15 @@ def qkv_norm_rope(  # noqa: PLR0917
     sin: Tensor,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
-    heads: int,
-    kv_heads: int,
+    num_heads: int,
+    num_kv_heads: int,
     *,
     eps: float = 1e-6,
     norm: Literal["head", "all", "none"] = "head",
     offset: float = 0.0,
     interleaved: bool = False,
     positions: Tensor | None = None,
-    partial: int | None = None,
+    rotary_dim: int | None = None,
     cache: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns ``(rope(norm(q)), rope(norm(k)), v)`` of a packed projection, in one pass.
@@ -116,25 +116,26 @@ def qkv_norm_rope(  # noqa: PLR0917
     compute the gradients.
 
     Args:
-        qkv: ``[batch, tokens, (heads + 2 * kv_heads) * head_dim]`` or without the batch: the heads
-            of the queries, the keys, the values; float32, float64, float16 or bfloat16; a head has
-            at most 1024 elements.
+        qkv: ``[batch, tokens, (num_heads + 2 * num_kv_heads) * head_dim]`` or without the batch:
+            the heads of the queries, the keys, the values; float32, float64, float16 or bfloat16; a
+            head has at most 1024 elements.
         cos: as for :func:`rope`.
         sin: as for :func:`rope`.
-        q_weight: ``[head_dim]``, or ``[heads * head_dim]`` for a norm of all heads, of the dtype of
-            ``qkv``, or float32 if ``qkv`` has half precision; None for ones, without ``offset``.
-        k_weight: ``[head_dim]`` or ``[kv_heads * head_dim]``, of the dtype of ``q_weight``.
-        heads: heads of the queries.
-        kv_heads: heads of the keys, and of the values.
+        q_weight: ``[head_dim]``, or ``[num_heads * head_dim]`` for a norm of all heads, of the
+            dtype of ``qkv``, or float32 if ``qkv`` has half precision; None for ones, without
+            ``offset``.
+        k_weight: ``[head_dim]`` or ``[num_kv_heads * head_dim]``, of the dtype of ``q_weight``.
+        num_heads: heads of the queries.
+        num_kv_heads: heads of the keys, and of the values.
         eps: a number of at least 0.
         norm: ``"head"``; ``"all"`` for a mean over all heads of the queries and one over those of
             the keys, as in OLMo 2; ``"none"`` for the rotation alone.
         offset: a number that is added to the weights: 1.0 for models that store ``weight - 1``.
         interleaved: as for :func:`rope`.
         positions: as for :func:`rope`.
-        partial: as for :func:`rope`.
-        cache: keys and values ``[batch, kv_heads, length, head_dim]`` of the dtype of ``qkv``, with
-            adjacent elements of a head. The kernel writes the keys and values of ``qkv`` at
+        rotary_dim: as for :func:`rope`.
+        cache: keys and values ``[batch, num_kv_heads, length, head_dim]`` of the dtype of ``qkv``,
+            with adjacent elements of a head. The kernel writes the keys and values of ``qkv`` at
             ``positions``, which must differ within a sequence, or at 0, 1, 2, ... if these are
             None. The results are ``(rope(norm(q)), *cache)``. A token whose position is outside of
             the cache is not written. If ``cos`` and ``sin`` are ``[batch, tokens, pairs]``,
@@ -149,14 +150,14 @@ def qkv_norm_rope(  # noqa: PLR0917
             sin,
             q_weight,
             k_weight,
-            heads,
-            kv_heads,
+            num_heads,
+            num_kv_heads,
             eps,
             norm,
             offset,
             interleaved,
             positions,
-            partial,
+            rotary_dim,
             keys,
             values,
         )
@@ -167,12 +168,12 @@ def qkv_norm_rope(  # noqa: PLR0917
         sin,
         q_weight,
         k_weight,
-        heads,
-        kv_heads,
+        num_heads,
+        num_kv_heads,
         eps=eps,
         norm=norm,
         offset=offset,
         interleaved=interleaved,
         positions=positions,
-        partial=partial,
+        rotary_dim=rotary_dim,
     )

@@ -249,11 +249,11 @@ TORCHKILN_EXPORT at::Tensor group_norm(const at::Tensor& x, int64_t num_groups,
 struct RopeOptions {
   bool interleaved = false;             // pairs are (2i, 2i + 1), else (i, i + rotated / 2)
   std::optional<at::Tensor> positions;  // of tokens, int64 or int32: rows of cos and sin
-  std::optional<int64_t> partial;       // elements of a head that are rotated; by default all
+  std::optional<int64_t> rotary_dim;    // elements of a head that are rotated; by default all
   int64_t heads_dim = -3;               // or -2 for [..., tokens, heads, head_dim]
   bool inverse = false;                 // rotates by the negative angles
 
-  TORCHKILN_FIELDS(self.interleaved, self.positions, self.partial, self.heads_dim, self.inverse);
+  TORCHKILN_FIELDS(self.interleaved, self.positions, self.rotary_dim, self.heads_dim, self.inverse);
 };
 
 /// Rotary embedding of q and k, [..., heads, tokens, head_dim], with any number of heads each: the
@@ -273,21 +273,21 @@ struct QkvNormRopeOptions {
   double offset = 0.0;             // added to the weights
   bool interleaved = false;        // the last three as in RopeOptions
   std::optional<at::Tensor> positions;
-  std::optional<int64_t> partial;
+  std::optional<int64_t> rotary_dim;
 
   TORCHKILN_FIELDS(self.eps, self.norm, self.offset, self.interleaved, self.positions,
-                   self.partial);
+                   self.rotary_dim);
 };
 
-/// Queries [..., heads, tokens, head_dim], keys and values [..., kv_heads, tokens, head_dim] of a
-/// packed projection [..., tokens, (heads + 2 * kv_heads) * head_dim]. RMS norm of each head of the
-/// queries and keys, times weights [head_dim], or of all heads of queries and of keys, times
-/// weights [(kv_)heads * head_dim], then the rotation of rope(), rounded once. The heads of a token
-/// are adjacent in the results. The gradients of the weights are bitwise reproducible.
+/// Queries [..., heads, tokens, head_dim], keys and values [..., num_kv_heads, tokens, head_dim] of
+/// a packed projection [..., tokens, (num_heads + 2 * num_kv_heads) * head_dim]. RMS norm of each
+/// head of the queries and keys, times weights [head_dim], or of all heads of queries and of keys,
+/// times weights [num_(kv_)heads * head_dim], then the rotation of rope(), rounded once. The heads
+/// of a token are adjacent in the results. The gradients of the weights are bitwise reproducible.
 TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor, at::Tensor> qkv_norm_rope(
     const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin,
     const std::optional<at::Tensor>& q_weight, const std::optional<at::Tensor>& k_weight,
-    int64_t heads, int64_t kv_heads, const QkvNormRopeOptions& options = {});
+    int64_t num_heads, int64_t num_kv_heads, const QkvNormRopeOptions& options = {});
 
 struct CrossEntropyOptions {
   std::optional<at::Tensor> weight;  // [classes], of the logits' dtype, or float32 for half logits

@@ -68,10 +68,10 @@ def qkv_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("no weights", (2, 3), (2, 1, 16), cos=(2, 3, 8), has_weights=False)
     yield sample("no norm", (2, 3), (2, 3, 32), cos=(3, 16), has_weights=False, norm="none")
     yield sample("offset", (2, 3), (2, 1, 80), cos=(3, 40), offset=1.0, eps=1e-5)
-    yield sample("part", (1, 5), (2, 1, 80), cos=(5, 16), partial=32)
-    yield sample("odd heads", (1, 3), (3, 2, 21), cos=(3, 5), partial=10)
+    yield sample("part", (1, 5), (2, 1, 80), cos=(5, 16), rotary_dim=32)
+    yield sample("odd heads", (1, 3), (3, 2, 21), cos=(3, 5), rotary_dim=10)
     yield sample("all heads", (2, 3), (4, 2, 64), cos=(3, 32), norm="all", offset=0.5)
-    yield sample("all heads, odd", (2, 3), (3, 2, 21), cos=(3, 5), partial=10, norm="all")
+    yield sample("all heads, odd", (2, 3), (3, 2, 21), cos=(3, 5), rotary_dim=10, norm="all")
     yield sample("many heads", (3,), (67, 9, 32), cos=(3, 16), norm="all", interleaved=True)
     yield sample("wide", (2,), (1, 1, 320), cos=(2, 160))
     yield sample("one pair", (2, 3), (2, 1, 2), cos=(3, 1))
@@ -222,11 +222,11 @@ def qkv_invalid(device: torch.device) -> Iterator[Invalid]:
     for qkv in (x[0, 0], x[None]):
         words = "expected [tokens, elements] or [batch, tokens, elements]"
         yield good.changed(f"qkv: got shape {list(qkv.shape)}, {words}", qkv=qkv)
-    for name in ("heads", "kv_heads"):
+    for name in ("num_heads", "num_kv_heads"):
         words = f"{name}: got 0, expected a number of at least 1"
         yield good.changed(words, ValueError, **{name: 0})
-    words = "qkv: got 40 elements per token, expected a multiple of 6, heads + 2 * kv_heads"
-    yield good.changed(words, heads=4)
+    words = "qkv: got 40 elements per token, expected a multiple of 6, num_heads + 2 * num_kv_heads"
+    yield good.changed(words, num_heads=4)
     words = "q_weight: got a tensor beside norm='none', expected None"
     yield good.changed(words, ValueError, norm="none")
     words = "q_weight: got shape [8], expected [24], the elements of all heads"
@@ -246,9 +246,9 @@ def new_cache(given: Given) -> Tensor:
     if qkv.dim() < 2 or qkv.layout != torch.strided:  # the op refuses them
         return torch.empty(0)
     *batch, tokens, elements = qkv.shape
-    size = elements // (given["heads"] + 2 * given["kv_heads"])
+    size = elements // (given["num_heads"] + 2 * given["num_kv_heads"])
     length = tokens + 2 if given.get("positions") is None else cos.shape[0]
-    cache: Tensor = qkv.new_full((*batch, given["kv_heads"], length, size), FILL)
+    cache: Tensor = qkv.new_full((*batch, given["num_kv_heads"], length, size), FILL)
     return cache
 
 
@@ -260,7 +260,7 @@ def fill_cache(*, keys: Tensor, values: Tensor, **given: Any) -> tuple[Tensor, .
 
 def filled(function: Callable[..., tuple[Tensor, ...]], *args: Any, **kwargs: Any) -> Any:
     """The results of a function that returns keys and values, with these in new caches."""
-    names = ("qkv", "cos", "sin", "q_weight", "k_weight", "heads", "kv_heads")
+    names = ("qkv", "cos", "sin", "q_weight", "k_weight", "num_heads", "num_kv_heads")
     given = {**dict(zip(names, args, strict=True)), **kwargs}
     q, *rows = function(*args, **kwargs)
     tokens = rows[0].shape[-2]

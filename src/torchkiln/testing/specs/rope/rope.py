@@ -54,9 +54,9 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("no batch", (6, 7, 128), cos=(7, 128), heads=2)
     yield sample("no k", (2, 3, 5, 32), cos=(1, 5, 16), heads=0)
     yield sample("interleaved, doubled", (2, 9, 6, 96), cos=(6, 96), heads=3, interleaved=True)
-    yield sample("part", (2, 3, 5, 80), cos=(5, 16), partial=32)
-    yield sample("part, interleaved", (1, 2, 5, 20), cos=(5, 12), partial=12, interleaved=True)
-    yield sample("odd heads", (1, 5, 3, 21), cos=(3, 5), heads=7, partial=10)
+    yield sample("part", (2, 3, 5, 80), cos=(5, 16), rotary_dim=32)
+    yield sample("part, interleaved", (1, 2, 5, 20), cos=(5, 12), rotary_dim=12, interleaved=True)
+    yield sample("odd heads", (1, 5, 3, 21), cos=(3, 5), heads=7, rotary_dim=10)
     yield sample("one element per pair", (3, 2, 5, 2), cos=(5, 1))
     yield sample("wide", (1, 2, 3, 320), cos=(3, 160))
     yield sample("no tokens", (2, 3, 0, 8), cos=(0, 4))
@@ -77,7 +77,7 @@ class Arguments:
 
     def __init__(self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **rest: Any) -> None:
         self.tensors = [q] if k is None else [q, k]
-        self.rotated: int = rest.get("partial") or q.shape[-1]
+        self.rotated: int = rest.get("rotary_dim") or q.shape[-1]
         self.interleaved: bool = rest.get("interleaved", False)
         at = rest.get("heads_dim", -3)
         self.at = at if at < 0 else at - q.dim()
@@ -193,11 +193,11 @@ def invalid(device: torch.device) -> Iterator[Invalid]:
     words = "expected [2, 3, 4, 8], the shape of q, with any number of heads in dimension 1"
     for k in (x[:1], x[:, :, :3], x[..., :6], x[0]):
         yield good.changed(f"k: got shape {list(k.shape)}, {words}", k=k)
-    words = "expected an even number; partial= rotates a part of each head"
+    words = "expected an even number; rotary_dim= rotates a part of each head"
     yield good.changed(f"q: got heads of 7 elements, {words}", q=x[..., :7], k=None)
     words = "expected an even number from 2 to 8, the elements of a head"
-    for partial in (0, -2, 3, 10):
-        yield good.changed(f"partial: got {partial}, {words}", ValueError, partial=partial)
+    for size in (0, -2, 3, 10):
+        yield good.changed(f"rotary_dim: got {size}, {words}", ValueError, rotary_dim=size)
     each = "a factor for each pair of each token, or each factor twice"
     for cos in (table[:3], table[:, :3], table[0], x[..., :4], table[None].expand(3, 4, 4)):
         said = f"cos: got shape {list(cos.shape)}, expected [4, 4] or [2, 4, 4], {each}"
