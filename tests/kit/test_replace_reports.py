@@ -80,7 +80,7 @@ def test_example_measures_errors_and_times(as_given: Any) -> None:
     net = nn.Sequential(Rms(16), Gated()).bfloat16()
     report = torchkiln.replace(net, example=as_given(torch.randn(4, 16, dtype=torch.bfloat16)))
     assert net.training
-    for row in report.changed:
+    for row in (report["0"], report["1"]):
         assert row.error_was is not None
         assert row.error_now is not None
         assert 0 < row.error_now <= 1.1 * row.error_was < 0.1

@@ -119,7 +119,7 @@ def signatures() -> Iterator[str]:
 def members() -> Iterator[str]:
     """Fields and methods of public classes that are no modules, and of reports."""
     made = (torchkiln.replace(nn.Identity()), torchkiln.explain("relu", torch.ones(1)))
-    classes = {type(one): set(vars(one)) for one in made}
+    classes: dict[type[Any], set[str]] = {type(one): set(vars(one)) for one in made}
     for module in (name for name in MODULES if name not in EXPERIMENTAL):
         for thing in (getattr(import_module(module), n) for n in import_module(module).__all__):
             if inspect.isclass(thing) and not issubclass(thing, nn.Module):

@@ -9,10 +9,11 @@ import warnings
 from abc import ABC, ABCMeta, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
+from torchkiln.patch.report import Replacement
 from torchkiln.patch.source.code import with_class_wrapper
 
 SAVED: dict[str, type[Plan]] = {}
@@ -97,6 +98,14 @@ class Match:
     """First arguments for separate calls, in float64."""
     others: tuple[Tensor, ...] = ()
     """Further arguments of each call, in float64."""
+
+
+class Candidate(NamedTuple):
+    """A module that can get a plan, and its rows in the report."""
+
+    rows: tuple[Replacement, ...]
+    module: nn.Module
+    plan: Plan
 
 
 Found = Match | str | None

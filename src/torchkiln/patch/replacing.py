@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchkiln.patch.formula import loss_function
 from torchkiln.patch.graph import batch_norm
-from torchkiln.patch.plan import Match, Plan, made_class
+from torchkiln.patch.plan import Candidate, Match, Plan, made_class
 from torchkiln.patch.probe import first_dtype
 from torchkiln.patch.registry import Registry
 from torchkiln.patch.report import Replacement, Report
@@ -105,8 +105,10 @@ class Replace:
             dry_run: whether to return the report without a change. Forwards of modules still run,
                 with their side effects.
             example: a batch for the model: a tensor, a tuple of arguments, or a dict of keyword
-                arguments. The model is run once, and the report has errors on the real inputs and
-                the times of both forwards.
+                arguments. The report has errors on the inputs that the modules get, and the times
+                of both forwards of each module, with backward if the model is in training mode and
+                gradients are on. Slower modules stay as they are, and so do all if the model is
+                not faster. Buffers and random states are restored.
         """
         kinds = checked_kinds(only)
         if exact and only is not None and "batch_norm" in kinds:
@@ -120,26 +122,52 @@ class Replace:
             refusal = functools.partial(why_torchs_batch_norm, skip, asked=only is not None)
             rows, fused = batch_norm.find_all(model, refusal)
         matches = matched(model, Search(self.registry, exact=exact), rows, skip, kinds)
-        if example is not None:
-            from torchkiln.patch.measure import measure  # noqa: PLC0415  imports the benchmark
-
-            measure(model, matches, example)
         plans = [(row, module, match.plan) for row, module, match in matches]
         if {"residual", "linear", "mlp", "loss"} & set(kinds):
             taken = {module for module, _ in fused}
             plans += rewritten(model, Rewrites(matches, kinds, exact=exact), rows, skip, taken)
         order = {name: index for index, (name, _) in enumerate(model.named_modules())}
         rows.sort(key=lambda row: order[row.name])
+        candidates = [*made(plans), *with_rows(model, fused, rows)]
+        seconds: list[float] = []
+        if example is not None:
+            candidates, seconds = tried(model, matches, candidates, example)
         undo: list[Callable[[], None]] = []
-        for row, module, plan in plans if dry_run else list(made(plans)):
-            row.outcome = "replaced"
+        for of_module, module, plan in candidates:
+            for row in of_module:
+                row.outcome = "replaced"
             if not dry_run:
                 undo.append(swap(MAKER, module, plan))
-        for module, plan in [] if dry_run else fused:
-            undo.append(swap(MAKER, module, plan))
         if "loss" in kinds:
             undo += replace_loss(model, rows, dry_run=dry_run)
-        return Report(MAKER, model, rows, undo, dry_run=dry_run)
+        return Report(MAKER, model, rows, undo, dry_run=dry_run, seconds=seconds)
+
+
+def tried(
+    model: nn.Module,
+    matches: Sequence[tuple[Replacement, nn.Module, Match]],
+    candidates: Sequence[Candidate],
+    example: Any,
+) -> tuple[list[Candidate], list[float]]:
+    """The candidates that are faster on a batch, and the seconds of the model before and after."""
+    from torchkiln.patch.measure import measure  # noqa: PLC0415
+    from torchkiln.patch.trial import Trial, calls_of_modules  # noqa: PLC0415  imports the benchmark
+
+    calls = calls_of_modules(model, [module for _, module, _ in candidates], example)
+    measure(matches, calls)
+    return Trial(model, candidates, example).run(calls)
+
+
+def with_rows(
+    model: nn.Module,
+    fused: Sequence[tuple[nn.Module, batch_norm.FusedForward]],
+    rows: Sequence[Replacement],
+) -> Iterator[Candidate]:
+    """The modules with fused batch norms, with the rows of these."""
+    names = {module: name for name, module in model.named_modules()}
+    for module, plan in fused:
+        own = {f"{names[module]}.{child}".lstrip(".") for child in module._modules}
+        yield Candidate(tuple(r for r in rows if r.changed and r.name in own), module, plan)
 
 
 def matched(
@@ -237,9 +265,7 @@ def leaves_without_parameters(module: nn.Module) -> list[nn.Module]:
     ]
 
 
-def made(
-    plans: Iterable[tuple[Replacement, nn.Module, Plan]],
-) -> Iterator[tuple[Replacement, nn.Module, Plan]]:
+def made(plans: Iterable[tuple[Replacement, nn.Module, Plan]]) -> Iterator[Candidate]:
     """The plans for which a class can be made; the other rows get the reason."""
     for row, module, plan in plans:
         try:
@@ -247,7 +273,7 @@ def made(
         except Exception as error:
             row.reason = f"its class has no subclass: {error}"
         else:
-            yield row, module, plan
+            yield Candidate((row,), module, plan)
 
 
 def swap(maker: str, module: nn.Module, plan: Plan) -> Callable[[], None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import compress
 from typing import Any, ClassVar, Literal
@@ -92,7 +92,7 @@ class Report(_report.Report, Mapping[str, Replacement]):
 
     ``report["layers.0.norm"]`` is the row of a module, ``report.rows`` has all rows. ``print``
     groups equal rows. ``report.model`` is the model, so that ``replace(model).model`` can be
-    passed on.
+    passed on. With ``example``, ``seconds_was`` and ``seconds_now`` are the times of the model.
     """
 
     schema: ClassVar[str] = "torchkiln.replace/1"
@@ -105,6 +105,7 @@ class Report(_report.Report, Mapping[str, Replacement]):
         undo: list[Callable[[], None]],
         *,
         dry_run: bool = False,
+        seconds: Sequence[float] = (),
     ) -> None:
         if dry_run:
             for row in filter(lambda row: row.changed, rows):
@@ -115,6 +116,8 @@ class Report(_report.Report, Mapping[str, Replacement]):
         self.rows = tuple(rows)
         self._by_name = {row.name: row for row in rows}
         self.dry_run = dry_run
+        self.seconds_was = seconds[0] if seconds else None
+        self.seconds_now = seconds[1] if seconds else None
 
     def undo(self) -> None:
         """Give every module its class back; parameters and buffers stay as they are.
@@ -145,7 +148,8 @@ class Report(_report.Report, Mapping[str, Replacement]):
     def as_dict(self) -> dict[str, Any]:
         """All rows in JSON types."""
         rows = [row.as_dict() for row in self.rows]
-        return {"schema": self.schema, "dry_run": self.dry_run, "rows": rows}
+        times = {"seconds_was": self.seconds_was, "seconds_now": self.seconds_now}
+        return {"schema": self.schema, "dry_run": self.dry_run, **times, "rows": rows}
 
     def _table(self) -> list[tuple[str, ...]]:
         """The cells of the groups of equal rows, after a line of column names; no empty columns.
@@ -161,7 +165,10 @@ class Report(_report.Report, Mapping[str, Replacement]):
 
     def _summary(self) -> str:
         done = "to replace (dry run)" if self.dry_run else "replaced"
-        return f"{len(self.changed)} of {len(self)} modules {done}"
+        times = ""
+        if self.seconds_was is not None and self.seconds_now is not None:
+            times = f"; model: {self.seconds_was * 1e3:.4g} -> {self.seconds_now * 1e3:.4g} ms"
+        return f"{len(self.changed)} of {len(self)} modules {done}{times}"
 
     def __str__(self) -> str:
         lines = self._table()

@@ -1,0 +1,246 @@
+"""Times both forwards of each module on a real batch, and of the model, to keep what is faster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from torchkiln.bench.clock import Call, Times, in_turns, synchronize
+from torchkiln.patch.plan import Candidate, made_class
+
+BUDGET = 0.1
+"""Seconds of measurement per module; modules with equal calls share one."""
+MODEL_BUDGET = 2.0
+"""Seconds of measurement of the model."""
+SHORTEST = 2e-3
+"""Seconds of calls in a row that are one measurement."""
+MOST_CALLS = 100
+SLOWER, MODEL_SLOWER = "slower on the example", "the model is slower on the example"
+"""The reasons of modules that keep their forward."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """The arguments of a call."""
+
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, example: Any) -> Given:
+        """The arguments of the model."""
+        if isinstance(example, Mapping):
+            return cls((), dict(example))
+        return cls(example if isinstance(example, tuple) else (example,), {})
+
+    def leaves(self) -> Given:
+        """The same with detached tensors, which require a gradient where they did."""
+
+        def leaf(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return value.detach().requires_grad_(value.requires_grad)
+
+        return Given(*tree_map(leaf, (self.args, self.options)))
+
+
+def calls_of_modules(
+    model: nn.Module, modules: Sequence[nn.Module], example: Any
+) -> dict[nn.Module, Given]:
+    """The arguments of the first call of each module in a call of the model."""
+    given: dict[nn.Module, Given] = {}
+
+    def keep(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if module not in given:
+            given[module] = Given(args, options).leaves()
+
+    hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in modules]
+    try:
+        with preserved(model):
+            call = Given.of(example)
+            model(*call.args, **call.options)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return given
+
+
+@contextmanager
+def preserved(model: nn.Module) -> Iterator[None]:
+    """Restores buffers and random states; without gradients, unless the model is trained now."""
+    buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
+    trains = model.training and torch.is_grad_enabled()
+    try:
+        with torch.random.fork_rng(), torch.set_grad_enabled(trains):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers.items():
+                buffer.copy_(value)
+
+
+@dataclass
+class Step:
+    """One forward of a module, and its backward if gradients are on."""
+
+    module: nn.Module
+    given: Given
+
+    def __post_init__(self) -> None:
+        tensors = [*tree_leaves((self.given.args, self.given.options)), *self.module.parameters()]
+        self.wanted = [x for x in tensors if isinstance(x, Tensor) and x.requires_grad]
+        self.grads: list[Tensor] = []
+
+    def __call__(self, forward: Callable[..., Any]) -> None:
+        """Run."""
+        out = forward(*self.given.args, **self.given.options)
+        if not torch.is_grad_enabled() or not self.wanted:
+            return
+        results = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]
+        if [x.shape for x in results] != [x.shape for x in self.grads]:
+            self.grads = [torch.ones_like(x) for x in results]
+        if results:
+            torch.autograd.grad(results, self.wanted, self.grads, allow_unused=True)
+
+
+def seconds(device: torch.device, run: Call, count: int = 1) -> float:
+    """Seconds of a call, of ``count`` calls in a row: the longer time of host and device."""
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in repeat(None, count):
+        run()
+    synchronize(device)
+    return (time.perf_counter() - start) / count
+
+
+def compared(device: torch.device, run: Call, forms: Sequence[Call], budget: float) -> list[float]:
+    """The median seconds of a call in each form of the model; ``forms`` put it into them."""
+    forms[0]()
+    run()
+    count = max(1, min(MOST_CALLS, int(SHORTEST / seconds(device, run))))
+
+    def clock(form: Call) -> float:
+        form()
+        return seconds(device, run, count)
+
+    names = dict(zip("ab", forms, strict=True))
+    return [Times.of(values).seconds for values in in_turns(clock, names, budget).values()]
+
+
+class Trial:
+    """Gives modules their new forward one after the other, children first, if it is faster."""
+
+    def __init__(self, model: nn.Module, candidates: Sequence[Candidate], example: Any) -> None:
+        self.model, self.example = model, example
+        order = {module: index for index, module in enumerate(model.modules())}
+        self.candidates = sorted(candidates, key=lambda one: -order[one.module])
+        self.classes = {
+            module: (type(module), made_class(type(module), plan)) for _, module, plan in candidates
+        }
+        self.known: dict[Any, list[float]] = {}
+
+    def run(self, calls: Mapping[nn.Module, Given]) -> tuple[list[Candidate], list[float]]:
+        """The modules to change, and the seconds of the model before and after it.
+
+        The rows of other modules get the reason.
+        """
+        modules = [module for _, module, _ in self.candidates]
+        kept: list[Candidate] = []
+        try:
+            with preserved(self.model):
+                for one in self.candidates:
+                    if self.is_faster(one, calls.get(one.module)):
+                        kept.append(one)
+                        one.module.__class__ = self.classes[one.module][1]
+                called = [one for one in kept if one.module in calls]
+                seconds = self.seconds_of_model([one.module for one in called]) if called else []
+        finally:
+            for module in modules:
+                module.__class__ = self.classes[module][0]
+        if seconds and seconds[1] > seconds[0]:
+            refuse(called, MODEL_SLOWER)
+            return [one for one in kept if one not in called], seconds
+        return kept, seconds
+
+    def is_faster(self, one: Candidate, given: Given | None) -> bool:
+        """Whether to keep the new forward: it is faster, or its call cannot be repeated."""
+        if given is None:
+            return True
+        key = (*self.classes[one.module], shapes(one.module, given))
+        if key not in self.known:
+            try:
+                self.known[key] = self.times(one.module, given)
+            except Exception:  # a forward that changes its arguments, for example
+                self.known[key] = []
+        if not self.known[key]:
+            return True
+        was, now = self.known[key]
+        for row in one.rows:
+            row.seconds_was, row.seconds_now = was, now
+        if now >= was:
+            refuse([one], SLOWER)
+        return now < was
+
+    def times(self, module: nn.Module, given: Given) -> list[float]:
+        """Seconds of both forwards of a module."""
+        step = Step(module, given)
+
+        def put(cls: type[nn.Module]) -> None:
+            module.__class__ = cls
+
+        was, made = self.classes[module]
+        try:
+            return compared(
+                device_of(given, module),
+                lambda: step(partial(type(module).forward, module)),
+                (partial(put, was), partial(put, made)),
+                BUDGET,
+            )
+        finally:
+            put(was)
+
+    def seconds_of_model(self, kept: Sequence[nn.Module]) -> list[float]:
+        """Seconds of the model with the original forwards, and with the new ones."""
+        given = Given.of(self.example).leaves()
+        step = Step(self.model, given)
+
+        def put(which: int) -> None:
+            for module in kept:
+                module.__class__ = self.classes[module][which]
+
+        forms = (partial(put, 0), partial(put, 1))
+        device = device_of(given, self.model)
+        return compared(device, lambda: step(self.model), forms, MODEL_BUDGET)
+
+
+def refuse(candidates: Sequence[Candidate], reason: str) -> None:
+    """Leave the modules as they are."""
+    for row in (row for rows, _, _ in candidates for row in rows):
+        row.outcome, row.reason = "kept", reason
+
+
+def device_of(given: Given, module: nn.Module) -> torch.device:
+    """The device of the tensors of a call."""
+    tensors = [*module.parameters(), *tree_leaves((given.args, given.options))]
+    return next((x.device for x in tensors if isinstance(x, Tensor)), torch.device("cpu"))
+
+
+def shapes(module: nn.Module, given: Given) -> tuple[Any, ...]:
+    """What the time of a call depends on: layouts of the tensors, classes of the submodules."""
+    tensors = [*tree_leaves((given.args, given.options)), *module.parameters()]
+    layouts = (
+        (tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad)
+        if isinstance(x, Tensor)
+        else str(x)
+        for x in tensors
+    )
+    return (*layouts, *map(type, module.modules()))

@@ -1,0 +1,168 @@
+"""``torchkiln.replace(model, example=batch)`` keeps the forwards that are faster on the batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchkiln
+from torchkiln.patch.trial import MODEL_SLOWER, SLOWER, Trial
+
+PAUSE = 0.005
+"""Seconds: much longer than all other work of a call."""
+
+
+class Waits(torch.autograd.Function):
+    """Doubles; waits in forward, or in backward."""
+
+    @staticmethod
+    def forward(x: Tensor, at: str) -> Tensor:
+        time.sleep(PAUSE * (at == "forward"))
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, str], _: Tensor) -> None:
+        ctx.at = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2 * PAUSE * (ctx.at == "backward"))
+        return 2 * grad, None
+
+
+def waits(x: Tensor, at: str) -> Tensor:
+    y: Tensor = Waits.apply(x, at)  # type: ignore[no-untyped-call]
+    return y
+
+
+class Slow(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return waits(x, "forward")
+
+
+class Fast(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+class Net(nn.Module):
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.first, self.part = nn.Linear(4, 4), part
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.dropout(self.norm(self.part(self.first(x))), 0.5, self.training)
+        return y
+
+
+@pytest.fixture
+def register() -> Iterator[Callable[[type[nn.Module], str], None]]:
+    """Registers a forward that waits at a place."""
+    classes = []
+
+    def add(cls: type[nn.Module], at: str) -> None:
+        classes.append(cls)
+        torchkiln.replace.register(
+            cls,
+            lambda _, x: waits(x, at),
+            inputs=lambda _: torch.linspace(-1, 1, 8, dtype=torch.float64).view(2, 4),
+        )
+
+    yield add
+    for cls in classes:
+        torchkiln.replace.unregister(cls)
+
+
+def test_a_slower_forward_is_left_out(register: Callable[[type[nn.Module], str], None]) -> None:
+    register(Fast, "forward")
+    net = Net(Fast())
+    row = torchkiln.replace(net, example=torch.ones(3, 4))["part"]
+    assert (row.outcome, row.reason) == ("kept", SLOWER)
+    assert type(net.part) is Fast
+    assert row.seconds_now is not None
+    assert row.seconds_was is not None
+    assert row.seconds_now > PAUSE > row.seconds_was
+
+
+def test_a_faster_forward_is_kept(register: Callable[[type[nn.Module], str], None]) -> None:
+    register(Slow, "nowhere")
+    net = Net(Slow())
+    report = torchkiln.replace(net, example=torch.ones(3, 4), only="registered")
+    assert report["part"].outcome == "replaced"
+    assert type(net.part) is not Slow
+    assert report.seconds_now is not None
+    assert report.seconds_was is not None
+    assert report.seconds_was > PAUSE > report.seconds_now
+    assert "; model: " in str(report)
+
+
+@pytest.mark.parametrize(("training", "kept"), [(True, True), (False, False)])
+def test_backward_counts_in_training(
+    training: bool, kept: bool, register: Callable[[type[nn.Module], str], None]
+) -> None:
+    """The new forward is faster by PAUSE, and its backward slower by 2 PAUSE."""
+    register(Slow, "backward")
+    net = Net(Slow()).train(training)
+    row = torchkiln.replace(net, example=torch.ones(3, 4), only="registered")["part"]
+    assert (row.outcome == "kept") is kept
+
+
+def test_no_module_changes_if_the_model_is_slower(
+    register: Callable[[type[nn.Module], str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(Slow, "nowhere")
+    monkeypatch.setattr(Trial, "seconds_of_model", lambda *_: [1.0, 2.0])
+    net = Net(Slow())
+    report = torchkiln.replace(net, example=torch.ones(3, 4))
+    assert not report.changed
+    assert report["part"].reason == MODEL_SLOWER
+    assert type(net.part) is Slow
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_trial_leaves_no_trace(
+    dry_run: bool, register: Callable[[type[nn.Module], str], None]
+) -> None:
+    register(Slow, "nowhere")
+    net = Net(Slow())
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    x = torch.ones(3, 4, requires_grad=True)
+    random = torch.get_rng_state()
+    report = torchkiln.replace(net, example=x, dry_run=dry_run)
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(value, state[name]) for name, value in net.state_dict().items())
+    assert x.grad is None
+    assert all(parameter.grad is None for parameter in net.parameters())
+    assert report["part"].changed
+    assert (type(net.part) is Slow) is dry_run
+    if not dry_run:
+        report.undo()
+    assert type(net.part) is Slow
+
+
+def test_a_module_that_the_model_does_not_call(
+    register: Callable[[type[nn.Module], str], None],
+) -> None:
+    register(Slow, "nowhere")
+    net = Net(Fast())
+    net.other = Slow()
+    row = torchkiln.replace(net, example=torch.ones(3, 4), only="registered")["other"]
+    assert row.seconds_now is None
+    assert row.changed
+
+
+def test_fused_batch_norms_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of all batch norms of a module get its times."""
+    monkeypatch.setattr(Trial, "times", lambda *_: [1.0, 2.0])
+    net = nn.Sequential(nn.Conv1d(2, 2, 1), nn.BatchNorm1d(2), nn.ReLU(), nn.BatchNorm1d(2))
+    report = torchkiln.replace(net, example=torch.ones(3, 2, 5), only="batch_norm")
+    assert report["1"].reason == SLOWER
+    assert report["1"].seconds_now == 2.0
+    assert not report.changed
+    assert type(net) is nn.Sequential
