@@ -117,20 +117,21 @@ __device__ __forceinline__ void run(const Body& body, const Access& access, int6
   using C = Compute<typename Access::Out>;
   constexpr int kUnroll = Access::kUnroll;
   __shared__ typename Access::Stage staged;
-  access.stage(staged, numel);
+  const auto place = access.stage(staged, numel);
   typename Access::template Packet<C> packets[kUnroll];
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) {
-    const int64_t at = access.begin(u, numel);
-    if (Full || at < numel) access.template load<Full>(packets[u], at, numel, u, staged);
+    const int64_t at = access.begin(u, numel, place);
+    if (Full || place.has(u, at, numel))
+      access.template load<Full>(packets[u], at, numel, u, place);
   }
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) {
-    const int64_t at = access.begin(u, numel);
+    const int64_t at = access.begin(u, numel, place);
     C results[Access::kOutputs][Access::kLanes];
     body.template run<Full>(packets[u], at, numel, results,
                             std::make_index_sequence<Access::kArity>{});
-    access.template store<Full>(packets[u], results, at, numel, u);
+    access.template store<Full>(packets[u], results, at, numel, u, place);
   }
 }
 
@@ -166,7 +167,7 @@ Status launch_bodies(const Body& body, const General& general,
   if (Accessors::all_linear(arguments)) return launch_with(body, Accessors::linear(arguments));
   if (!Accessors::all_rows(arguments, kLanes)) {
     if (Accessors::is_transposed(arguments, kSharesBytes<General>))
-      return launch_with(general, Accessors::transposed(arguments));
+      return launch_with(body, Accessors::transposed(arguments));
     return launch_with(general, Accessors::any(arguments));
   }
   bool first_is_linear = sizeof...(In) > 1 && arguments.layout.linear(0);
