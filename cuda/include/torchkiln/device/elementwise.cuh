@@ -168,6 +168,10 @@ Status launch_bodies(const Body& body, const General& general,
   if (!Accessors::all_rows(arguments, kLanes)) {
     if (Accessors::is_transposed(arguments, kSharesBytes<General>))
       return launch_with(body, Accessors::transposed(arguments));
+    if constexpr (sizeof(Out) < 8) {
+      if (Accessors::all_elements(arguments))
+        return launch_with(body, Accessors::elements(arguments));
+    }
     return launch_with(general, Accessors::any(arguments));
   }
   bool first_is_linear = sizeof...(In) > 1 && arguments.layout.linear(0);

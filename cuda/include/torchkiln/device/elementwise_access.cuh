@@ -9,7 +9,9 @@
 //                     the last dimension, a number per row, halves of a packed tensor)
 //   TransposedAccess  an input is transposed relative to the output: 32 x 32 squares through shared
 //                     memory
-//   AnyAccess         all other strides, alignments and mixed dtypes: one element at a time
+//   ElementAccess     two dimensions of any strides and alignments (rows that are not whole
+//                     vectors): one element at a time
+//   AnyAccess         more dimensions, and mixed dtypes: one element at a time
 //
 // An accessor is a kernel parameter. In a kernel:
 //   stage(staged, numel)                   fills shared memory; all threads of the block call it.
