@@ -146,9 +146,8 @@ __global__ void __launch_bounds__(Access::kThreads)
   run<false>(body, access, numel);
 }
 
-/// Launches `body` if the operands are linear, or in rows with a linear first input; launches
-/// `general`, which computes the same, for all other layouts. Vector access needs inputs of exactly
-/// the types In.
+/// Launches `body`, or `general`, which computes the same, for rows in vectors without a linear
+/// first input and for AnyAccess. All other accessors need inputs of exactly the types In.
 template <class Out, class... In, class Body, class General, int Outputs>
 Status launch_bodies(const Body& body, const General& general,
                      const Elementwise<sizeof...(In), Outputs>& arguments, cudaStream_t stream) {
