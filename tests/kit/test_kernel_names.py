@@ -19,6 +19,7 @@ EACH = "torchkiln::device::elementwise::Each<torchkiln::ScaleShift<double> >"
 LINEAR = f"void torchkiln::device::elementwise::kernel<{EACH}, {ACCESS} >({EACH}, {ACCESS}, long)"
 IN_ROWS = LINEAR.replace("LinearAccess<double", "RowAccess<true, double")
 TRANSPOSED = LINEAR.replace("LinearAccess", "TransposedAccess")
+APART = LINEAR.replace("LinearAccess<double", "ElementAccess<float")
 ANY = LINEAR.replace("LinearAccess<double, 1, double>", "AnyAccess<__half, 1, 1>")
 NORM = (
     "void torchkiln::cuda::(anonymous namespace)::norm_rows<torchkiln::rowwise::RowTile<torchkiln::"
@@ -83,7 +84,8 @@ NORM_SLABS = (
         (LINEAR, "all operands in one order, in vectors", 16, None),
         (IN_ROWS, "operands adjacent in rows, in vectors", 16, None),
         (TRANSPOSED, "a transposed operand, in squares through shared memory", 8, None),
-        (ANY, "other strides, alignments or dtypes, an element at a time", 2, None),
+        (APART, "rows at any alignment, or elements apart, an element at a time", 4, None),
+        (ANY, "other strides or dtypes, an element at a time", 2, None),
         (NORM, "rows, in vectors", 16, 4),
         (ELEMENTS, "rows, an element at a time", 2, 4),
         (UNALIGNED, "rows at any alignment, in vectors", 16, 4),

@@ -145,22 +145,30 @@ Status bias_act_backward(const BiasActBackward& p, Allocate allocate, CUstream_s
   return dispatch_floating(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using Math = MathFor<T>;
-    const SelectedDerivative<Math> chosen{p.activation, kept_by_bias_act(p.activation)};
-    if (plan->lanes == 1) return launch_gradients<T, 1>(p, *plan, chosen, allocate, stream);
+    const Saved kept = kept_by_bias_act(p.activation);
+    const SelectedDerivative<Math> chosen{p.activation, kept};
     constexpr int kLanes = kVectorLanes<T>;
-    // float64 has one kernel for all activations, because its code is long.
-    if constexpr (sizeof(T) == 8) {
-      return launch_gradients<T, kLanes>(p, *plan, chosen, allocate, stream);
-    } else {
-      Status status{"unknown activation"};
+    Status status{"unknown activation"};
+    const auto launch_fixed = [&](auto list, auto lanes) {
       with_activation(
           p.activation,
           [&](auto act) {
             const FixedDerivative<typename decltype(act)::type, Math> gradient;
-            status = launch_gradients<T, kLanes>(p, *plan, gradient, allocate, stream);
+            status = launch_gradients<T, lanes()>(p, *plan, gradient, allocate, stream);
           },
-          Activations{});
+          list);
       return status;
+    };
+    if (plan->lanes == 1) {
+      // Single elements have one kernel for all derivatives that read x.
+      if (kept == Saved::input) return launch_gradients<T, 1>(p, *plan, chosen, allocate, stream);
+      return launch_fixed(TypeList<None, Relu>{}, std::integral_constant<int, 1>{});
+    }
+    // float64 has one kernel for all activations, because its code is long.
+    if constexpr (sizeof(T) == 8) {
+      return launch_gradients<T, kLanes>(p, *plan, chosen, allocate, stream);
+    } else {
+      return launch_fixed(Activations{}, std::integral_constant<int, kLanes>{});
     }
   });
 }

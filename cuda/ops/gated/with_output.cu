@@ -7,8 +7,8 @@ namespace torchkiln::cuda {
 
 using namespace device;
 
-/// The operands are halves of packed rows, which the kernels for a single activation do not read:
-/// one kernel serves all activations.
+/// The operands are halves of packed rows. The kernels that read such rows in vectors serve all
+/// activations, so the others do, too.
 Status gated_backward_with_output(const Elementwise<3, 3>& arguments, Activation activation,
                                   CUstream_st* stream) {
   return dispatch_floating(arguments.dtype, [&](auto tag) {

@@ -46,9 +46,14 @@ ACCESSES = (
         "a transposed operand, in squares through shared memory",
     ),
     Access(
+        "device::elementwise::ElementAccess",
+        r"(?P<type>\w+)",
+        "rows at any alignment, or elements apart, an element at a time",
+    ),
+    Access(
         "device::elementwise::AnyAccess",
         r"(?P<type>\w+)",
-        "other strides, alignments or dtypes, an element at a time",
+        "other strides or dtypes, an element at a time",
     ),
     Access("rowwise::RowVectors", r"(?P<type>\w+), (?P<lanes>\d+)", "rows, in vectors"),
     Access("rowwise::UnalignedRowTile", r"(?P<type>\w+)", "rows at any alignment, in vectors"),

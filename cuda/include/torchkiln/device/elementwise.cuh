@@ -117,20 +117,21 @@ __device__ __forceinline__ void run(const Body& body, const Access& access, int6
   using C = Compute<typename Access::Out>;
   constexpr int kUnroll = Access::kUnroll;
   __shared__ typename Access::Stage staged;
-  access.stage(staged, numel);
+  const auto place = access.stage(staged, numel);
   typename Access::template Packet<C> packets[kUnroll];
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) {
-    const int64_t at = access.begin(u, numel);
-    if (Full || at < numel) access.template load<Full>(packets[u], at, numel, u, staged);
+    const int64_t at = access.begin(u, numel, place);
+    if (Full || place.has(u, at, numel))
+      access.template load<Full>(packets[u], at, numel, u, place);
   }
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) {
-    const int64_t at = access.begin(u, numel);
+    const int64_t at = access.begin(u, numel, place);
     C results[Access::kOutputs][Access::kLanes];
     body.template run<Full>(packets[u], at, numel, results,
                             std::make_index_sequence<Access::kArity>{});
-    access.template store<Full>(packets[u], results, at, numel, u);
+    access.template store<Full>(packets[u], results, at, numel, u, place);
   }
 }
 
@@ -145,9 +146,8 @@ __global__ void __launch_bounds__(Access::kThreads)
   run<false>(body, access, numel);
 }
 
-/// Launches `body` if the operands are linear, or in rows with a linear first input; launches
-/// `general`, which computes the same, for all other layouts. Vector access needs inputs of exactly
-/// the types In.
+/// Launches `body`, or `general`, which computes the same, for rows in vectors without a linear
+/// first input and for AnyAccess. All other accessors need inputs of exactly the types In.
 template <class Out, class... In, class Body, class General, int Outputs>
 Status launch_bodies(const Body& body, const General& general,
                      const Elementwise<sizeof...(In), Outputs>& arguments, cudaStream_t stream) {
@@ -166,7 +166,11 @@ Status launch_bodies(const Body& body, const General& general,
   if (Accessors::all_linear(arguments)) return launch_with(body, Accessors::linear(arguments));
   if (!Accessors::all_rows(arguments, kLanes)) {
     if (Accessors::is_transposed(arguments, kSharesBytes<General>))
-      return launch_with(general, Accessors::transposed(arguments));
+      return launch_with(body, Accessors::transposed(arguments));
+    if constexpr (sizeof(Out) < 8) {
+      if (Accessors::all_elements(arguments))
+        return launch_with(body, Accessors::elements(arguments));
+    }
     return launch_with(general, Accessors::any(arguments));
   }
   bool first_is_linear = sizeof...(In) > 1 && arguments.layout.linear(0);

@@ -9,14 +9,18 @@
 //                     the last dimension, a number per row, halves of a packed tensor)
 //   TransposedAccess  an input is transposed relative to the output: 32 x 32 squares through shared
 //                     memory
-//   AnyAccess         all other strides, alignments and mixed dtypes: one element at a time
+//   ElementAccess     two dimensions of any strides and alignments (rows that are not whole
+//                     vectors): one element at a time
+//   AnyAccess         more dimensions, and mixed dtypes: one element at a time
 //
 // An accessor is a kernel parameter. In a kernel:
-//   stage(staged, numel)                      fills shared memory; all threads of the block call it
-//   begin(u, numel)                           the first element of the thread's u-th vector
-//   load<Full>(packet, at, numel, u, staged)  reads kLanes elements from index `at` on
-//   packet.get<K>(lane)                       the value of input K
-//   store<Full>(packet, results, at, numel, u)  rounds and writes the results
+//   stage(staged, numel)                   fills shared memory; all threads of the block call it.
+//                                          Returns a place, which the other functions take
+//   place.has(u, at, numel)                whether the tensor has the thread's u-th vector
+//   begin(u, numel, place)                 the first element of the thread's u-th vector
+//   load<Full>(packet, at, numel, u, place)  reads kLanes elements from index `at` on
+//   packet.get<K>(lane)                    the value of input K
+//   store<Full>(packet, results, at, numel, u, place)  rounds and writes the results
 // Full: all kLanes elements exist, so that no bounds are checked.
 
 #include <cuda/std/tuple>
@@ -41,7 +45,10 @@ struct Packet {
   }
 };
 
-struct NoStage {};
+/// The stage and the place of accessors that need no shared memory.
+struct NoStage {
+  __device__ __forceinline__ static bool has(int, int64_t at, int64_t numel) { return at < numel; }
+};
 
 /// Vectors per thread. Blocks cover 256 vectors, so that a tensor of a few MB is one wave of
 /// blocks. 2-byte types have eight lanes per vector: one vector is enough arithmetic per thread.
@@ -84,12 +91,12 @@ struct LinearAccess {
   const void* inputs[kArity];
 
   using Stage = NoStage;
-  __device__ __forceinline__ static void stage(Stage&, int64_t) {}
+  __device__ __forceinline__ static Stage stage(Stage&, int64_t) { return {}; }
 
   static int64_t blocks(int64_t numel) { return ceil_div(numel, kBlockElements); }
 
   /// The first element of the thread's vector u.
-  __device__ __forceinline__ static int64_t begin(int u, int64_t) {
+  __device__ __forceinline__ static int64_t begin(int u, int64_t, const Stage&) {
     return blockIdx.x * kBlockElements + (threadIdx.x + u * kThreads) * kLanes;
   }
 
@@ -118,7 +125,7 @@ struct LinearAccess {
 
   template <bool Full, class C, int N>
   __device__ __forceinline__ void store(const Packet<C>&, const C (&results)[Outputs][N],
-                                        int64_t at, int64_t numel, int) const {
+                                        int64_t at, int64_t numel, int, const Stage&) const {
 #pragma unroll
     for (int o = 0; o < Outputs; ++o) store_vector<Full>(outputs[o] + at, results[o], at, numel);
   }
@@ -152,12 +159,12 @@ struct RowAccess {
   bool repeated[kArity];  // the input is constant along dimension 0
 
   using Stage = NoStage;
-  __device__ __forceinline__ static void stage(Stage&, int64_t) {}
+  __device__ __forceinline__ static Stage stage(Stage&, int64_t) { return {}; }
 
   static int64_t blocks(int64_t numel) { return ceil_div(numel, kBlockElements); }
 
   /// The first element of the thread's vector u.
-  __device__ __forceinline__ static int64_t begin(int u, int64_t) {
+  __device__ __forceinline__ static int64_t begin(int u, int64_t, const Stage&) {
     return blockIdx.x * kBlockElements + (threadIdx.x + u * kThreads) * kLanes;
   }
 
@@ -195,7 +202,7 @@ struct RowAccess {
 
   template <bool Full, class C, int N>
   __device__ __forceinline__ void store(const Packet<C>&, const C (&results)[Outputs][N],
-                                        int64_t at, int64_t numel, int) const {
+                                        int64_t at, int64_t numel, int, const Stage&) const {
     if (!Full && at >= numel) return;
 #pragma unroll
     for (int o = 0; o < Outputs; ++o) {

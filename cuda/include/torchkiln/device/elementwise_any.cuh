@@ -55,9 +55,9 @@ struct AnyAccess {
   Divisor size[kMaxRank];
 
   static int64_t blocks(int64_t numel) { return ceil_div(numel, kBlockElements); }
-  __device__ __forceinline__ static void stage(Stage&, int64_t) {}
+  __device__ __forceinline__ static Stage stage(Stage&, int64_t) { return {}; }
 
-  __device__ __forceinline__ static int64_t begin(int u, int64_t) {
+  __device__ __forceinline__ static int64_t begin(int u, int64_t, const Stage&) {
     return blockIdx.x * kBlockElements + threadIdx.x + u * kThreads;
   }
 
@@ -112,7 +112,7 @@ struct AnyAccess {
   template <bool Full, class C>
   __device__ __forceinline__ void store(const AnyPacket<C, Outputs, Arity>& packet,
                                         const C (&results)[Outputs][1], int64_t at, int64_t numel,
-                                        int) const {
+                                        int, const Stage&) const {
     if (!Full && at >= numel) return;
 #pragma unroll
     for (int o = 0; o < Outputs; ++o)

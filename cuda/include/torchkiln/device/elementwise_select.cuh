@@ -4,6 +4,7 @@
 
 #include "torchkiln/device/alignment.h"
 #include "torchkiln/device/elementwise_any.cuh"
+#include "torchkiln/device/elementwise_elements.cuh"
 #include "torchkiln/device/elementwise_transposed.cuh"
 
 namespace torchkiln::device {
@@ -37,6 +38,14 @@ bool fits_rows(const Layout<Inputs, Outputs>& layout, const int64_t (&strides)[k
     return false;
   int64_t reach = layout.size[0] / unit;
   for (int d = 1; d < layout.rank; ++d) reach += (layout.size[d] - 1) * (strides[d] / unit);
+  return reach < int64_t{1} << 32;
+}
+
+/// Whether 32 bits hold all offsets of an operand.
+template <class Layout>
+bool fits_elements(const Layout& layout, const int64_t (&strides)[kMaxRank]) {
+  int64_t reach = 0;
+  for (int d = 0; d < layout.rank; ++d) reach += (layout.size[d] - 1) * strides[d];
   return reach < int64_t{1} << 32;
 }
 
@@ -133,6 +142,40 @@ struct Accessors {
     access.across = Divisor(static_cast<uint32_t>(ceil_div(layout.size[0], access.kSide)));
     access.down = Divisor(static_cast<uint32_t>(ceil_div(layout.size[1], access.kSide)));
     access.count = squares(layout);
+    return access;
+  }
+
+  /// Whether ElementAccess serves the problem.
+  template <int Outputs>
+  static bool all_elements(const Elementwise<kInputs, Outputs>& arguments) {
+    const auto& layout = arguments.layout;
+    if (layout.rank > 2 || layout.numel >= int64_t{1} << 31) return false;
+    for (int o = 0; o < Outputs; ++o)
+      if (!fits_elements(layout, layout.out_stride[o])) return false;
+    for (int k = 0; k < kInputs; ++k)
+      if (!fits_elements(layout, layout.stride[k])) return false;
+    return all_types_match(arguments, kEach);
+  }
+
+  template <int Outputs>
+  static ElementAccess<Out, Outputs, In...> elements(
+      const Elementwise<kInputs, Outputs>& arguments) {
+    using Access = ElementAccess<Out, Outputs, In...>;
+    const auto& layout = arguments.layout;
+    const auto steps = [&](const int64_t (&strides)[kMaxRank]) -> typename Access::Steps {
+      return {static_cast<uint32_t>(strides[0]),
+              static_cast<uint32_t>(strides[1] - layout.size[0] * strides[0])};
+    };
+    Access access{};
+    access.size = Divisor(static_cast<uint32_t>(layout.size[0]));
+    for (int o = 0; o < Outputs; ++o) {
+      access.outputs[o] = static_cast<Out*>(arguments.out[o]);
+      access.out[o] = steps(layout.out_stride[o]);
+    }
+    for (int k = 0; k < kInputs; ++k) {
+      access.inputs[k] = arguments.in[k];
+      access.in[k] = steps(layout.stride[k]);
+    }
     return access;
   }
 

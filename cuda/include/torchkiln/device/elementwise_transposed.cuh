@@ -45,86 +45,103 @@ struct TransposedAccess {
 
   int64_t blocks(int64_t) const { return count; }
 
-  /// Element (i0, i1) of the block's square, as indices along the dimensions.
-  struct Position {
-    uint32_t at[kRank];
-
-    __device__ __forceinline__ int64_t offset(const int64_t (&strides)[kRank]) const {
-      return at[0] * strides[0] + at[1] * strides[1] + at[2] * strides[2];
-    }
-  };
-  __device__ __forceinline__ Position locate(int i0, int i1) const {
-    const uint32_t row_of_squares = across.quotient(blockIdx.x);
-    const uint32_t plane = down.quotient(row_of_squares);
-    return {{(blockIdx.x - row_of_squares * across.divisor()) * kSide + i0,
-             (row_of_squares - plane * down.divisor()) * kSide + i1, plane}};
-  }
-
   // A thread owns column lane() of the square and rows row() + u * kRowStep. Reading along the
   // other dimension, it owns the transposed elements.
   static constexpr int kRowStep = kThreads / kSide;
   __device__ __forceinline__ static int row() { return threadIdx.x / kSide; }
   __device__ __forceinline__ static int lane() { return threadIdx.x % kSide; }
 
+  /// What is computed once per thread: nvcc would repeat it for every element.
+  struct Place {
+    const Stage* staged;
+    ::cuda::std::tuple<Vec<In, kUnroll>...> loaded;
+    uint32_t at[kRank];   // of the square's first element
+    int rows;             // from row() on; 0 if lane() is outside of the tensor
+    int64_t index;        // of element (lane(), row()) in the iteration space
+    int64_t to[Outputs];  // its offset in the outputs
+
+    __device__ __forceinline__ bool has(int u, int64_t, int64_t) const {
+      return u * kRowStep < rows;
+    }
+  };
+
   /// The index in the iteration space, or numel if the square reaches beyond it.
-  __device__ __forceinline__ int64_t begin(int u, int64_t numel) const {
-    const Position here = locate(lane(), row());
-    const uint32_t at1 = here.at[1] + u * kRowStep;
-    if (here.at[0] >= size[0] || at1 >= size[1]) return numel;
-    return (int64_t{here.at[2]} * size[1] + at1) * size[0] + here.at[0];
+  __device__ __forceinline__ int64_t begin(int u, int64_t numel, const Place& place) const {
+    return place.has(u, 0, numel) ? place.index + int64_t{u * kRowStep} * size[0] : numel;
   }
 
-  __device__ __forceinline__ void stage(Stage& staged, int64_t) const {
-    stage_each(staged, std::make_index_sequence<kArity>{});
+  __device__ __forceinline__ Place stage(Stage& staged, int64_t) const {
+    const uint32_t row_of_squares = across.quotient(blockIdx.x);
+    const uint32_t plane = down.quotient(row_of_squares);
+    Place place;
+    place.staged = &staged;
+    place.at[0] = (blockIdx.x - row_of_squares * across.divisor()) * kSide;
+    place.at[1] = (row_of_squares - plane * down.divisor()) * kSide;
+    place.at[2] = plane;
+    const uint32_t at0 = place.at[0] + lane(), at1 = place.at[1] + row();
+    place.rows = at0 < size[0] ? static_cast<int>(size[1] - at1) : 0;
+    place.index = (int64_t{plane} * size[1] + at1) * size[0] + at0;
+#pragma unroll
+    for (int o = 0; o < Outputs; ++o)
+      place.to[o] = at0 * out_stride[o][0] + at1 * out_stride[o][1] + plane * out_stride[o][2];
+    stage_each(staged, place, std::make_index_sequence<kArity>{});
     __syncthreads();
+    return place;
   }
+  /// The loads of all inputs are in flight together: the first write to shared memory waits.
   template <size_t... K>
-  __device__ __forceinline__ void stage_each(Stage& staged, std::index_sequence<K...>) const {
-    (stage_one<K, In>(staged), ...);
+  __device__ __forceinline__ void stage_each(Stage& staged, Place& place,
+                                             std::index_sequence<K...>) const {
+    (fetch<K>(::cuda::std::get<K>(place.loaded), place), ...);
+    (put<K>(::cuda::std::get<K>(place.loaded), staged), ...);
   }
   template <size_t K, class T>
-  __device__ __forceinline__ void stage_one(Stage& staged) const {
+  __device__ __forceinline__ void fetch(Vec<T, kUnroll>& loaded, const Place& place) const {
+    // The thread's elements lie along dimension 0 or 1.
+    const bool along_0 = transposed[K];
+    const uint32_t at = (along_0 ? place.at[0] : place.at[1]) + row();
+    const uint32_t other = (along_0 ? place.at[1] : place.at[0]) + lane();
+    const int64_t step = along_0 ? stride[K][0] : stride[K][1];
+    const T* from = static_cast<const T*>(inputs[K]) + at * step +
+                    other * (along_0 ? stride[K][1] : stride[K][0]) + place.at[2] * stride[K][2];
+    const bool is_inside = other < (along_0 ? size[1] : size[0]);
+    const int left = is_inside ? static_cast<int>((along_0 ? size[0] : size[1]) - at) : 0;
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u, from += kRowStep * step)
+      if (u * kRowStep < left) loaded.lane[u] = *from;
+  }
+  template <size_t K, class T>
+  __device__ __forceinline__ void put(const Vec<T, kUnroll>& loaded, Stage& staged) const {
     if (!transposed[K]) return;
     T* square = reinterpret_cast<T*>(staged.bytes[K]);
-    const Position here = locate(row(), lane());
-    const T* from = static_cast<const T*>(inputs[K]) + here.offset(stride[K]);
-    T loaded[kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (here.at[0] + u * kRowStep < size[0] && here.at[1] < size[1])
-        loaded[u] = from[u * kRowStep * stride[K][0]];
-    }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u)
-      square[lane() * (kSide + 1) + row() + u * kRowStep] = loaded[u];
+      square[lane() * (kSide + 1) + row() + u * kRowStep] = loaded.lane[u];
   }
 
   template <bool Full, class C>
   __device__ __forceinline__ void load(Packet<C>& packet, int64_t, int64_t, int u,
-                                       const Stage& staged) const {
-    load_each(packet, u, staged, std::make_index_sequence<kArity>{});
+                                       const Place& place) const {
+    load_each(packet, u, place, std::make_index_sequence<kArity>{});
   }
   template <class C, size_t... K>
   __device__ __forceinline__ void load_each(elementwise::Packet<C, 1, In...>& packet, int u,
-                                            const Stage& staged, std::index_sequence<K...>) const {
-    const Position here = locate(lane(), row());
+                                            const Place& place, std::index_sequence<K...>) const {
     const int at = (row() + u * kRowStep) * (kSide + 1) + lane();
     ((::cuda::std::get<K>(packet.vectors).lane[0] =
-          transposed[K] ? reinterpret_cast<const In*>(staged.bytes[K])[at]
-                        : static_cast<const In*>(
-                              inputs[K])[here.offset(stride[K]) + u * kRowStep * stride[K][1]]),
+          transposed[K] ? reinterpret_cast<const In*>(place.staged->bytes[K])[at]
+                        : ::cuda::std::get<K>(place.loaded).lane[u]),
      ...);
   }
 
   template <bool Full, class C>
   __device__ __forceinline__ void store(const Packet<C>&, const C (&results)[Outputs][1],
-                                        int64_t at, int64_t numel, int u) const {
-    if (at >= numel) return;
-    const Position here = locate(lane(), row());
+                                        int64_t at, int64_t numel, int u,
+                                        const Place& place) const {
+    if (!place.has(u, at, numel)) return;
 #pragma unroll
     for (int o = 0; o < Outputs; ++o)
-      outputs[o][here.offset(out_stride[o]) + u * kRowStep * out_stride[o][1]] =
-          convert<Out>(results[o][0]);
+      outputs[o][place.to[o] + u * kRowStep * out_stride[o][1]] = convert<Out>(results[o][0]);
   }
 };
 

@@ -23,7 +23,11 @@ class Divisor {
 
 #ifdef __CUDACC__
   __device__ __forceinline__ uint32_t quotient(uint32_t n) const {
-    return divisor_ < 2 ? n : __umulhi(n, multiplier_) >> shift_;
+    return divisor_ < 2 ? n : quotient_above_1(n);
+  }
+  /// quotient() by a divisor of 2 or more, without a test for smaller ones.
+  __device__ __forceinline__ uint32_t quotient_above_1(uint32_t n) const {
+    return __umulhi(n, multiplier_) >> shift_;
   }
 #endif
 
