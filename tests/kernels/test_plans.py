@@ -135,6 +135,8 @@ def test_choices(
         ("A100", "softmax forward", "softmax", "vector", (1, 1 << 26), "parts"),
         ("H100", "cross_entropy forward", "cross_entropy", "vector", (64, 2048), "few rows"),
         ("A100", "cross_entropy forward", "cross_entropy", "shared_offset", (131, 1001), "inner"),
+        ("H100", "norm backward", "layer_norm", "shared_offset", (131, 1001), "few rows"),
+        ("H100", "norm backward", "layer_norm", "scalar", (4097, 81), "split"),
         ("H100", "batch norm forward", "adjacent channels", "vector", (4097, 80), "resident"),
         ("A100", "batch norm forward", "adjacent channels", "vector", (4097, 80), "rows"),
     ],

@@ -22,8 +22,9 @@ inline constexpr int kItems = 4;
 
 inline constexpr int kFewThreads = 512;  // per block
 inline constexpr int kStripThreads = 8;  // threads along a row, which read 128 bytes of it
-// Up to this many rows, a thread sums its columns over all rows, whose loads are in flight
-// together.
+// Most elements of a row, or of a column, that a thread reads one by one.
+inline constexpr int kElementsOfThread = 32;
+// Up to this many rows, a thread sums its columns over all rows.
 inline constexpr int kRowsOfThread = 8;
 
 /// Row blocks read whole rows for grad_x; strips of columns are summed by blocks of their own.
@@ -33,28 +34,47 @@ struct FewRowsPlan {
   TeamShape team;
   int row_blocks;
   int strips;
+  int strip_threads;  // along a row
+  bool in_vectors;    // else rows are read element by element
 };
 
 TORCHKILN_HOST_DEVICE inline bool has_short_columns(const NormBackward& p) {
   return p.rows <= kRowsOfThread && aligned(p.grad_weight) && aligned(p.grad_bias);
 }
 
+/// Threads along a strip of rows that are read element by element: a warp reads whole sectors of
+/// few rows, and a thread has few of many rows.
+inline int strip_of_elements(const NormBackward& p) {
+  const int most = p.rows <= thresholds::kMostRowsOfWideStrip ? kWarpLanes : kStripThreads;
+  return std::min(1 << ceil_log2(std::min<int64_t>(p.columns, kWarpLanes)), most);
+}
+
+/// Whether few rows are few enough to read them twice.
+inline bool are_few_rows(const NormBackward& p, bool in_vectors) {
+  if (in_vectors)
+    return p.rows <= thresholds::kMostFewRows &&
+           p.rows * row_bytes(p) <= thresholds::kMostFewBytes &&
+           row_bytes(p) <= kFewThreads * kItems * kVectorBytes;
+  constexpr int64_t kMost = kFewThreads * kElementsOfThread;
+  return p.columns <= kMost && p.rows * strip_of_elements(p) <= kMost &&
+         p.rows * p.columns <= thresholds::kMostFewElements;
+}
+
 inline std::optional<FewRowsPlan> plan_few_rows(const NormBackward& p, Alignment alignment,
                                                 const Device& device) {
-  if (alignment != Alignment::vector || p.rows > thresholds::kMostFewRows ||
-      p.rows * row_bytes(p) > thresholds::kMostFewBytes ||
-      row_bytes(p) > kFewThreads * kItems * kVectorBytes)
-    return std::nullopt;
-  const auto ceil = [](int64_t a, int64_t b) { return static_cast<int>(ceil_div(a, b)); };
-  const int vectors = ceil(p.columns, vector_lanes(p.dtype));
   FewRowsPlan plan{};
+  plan.in_vectors = alignment == Alignment::vector;
+  if (!are_few_rows(p, plan.in_vectors)) return std::nullopt;
+  const auto ceil = [](int64_t a, int64_t b) { return static_cast<int>(ceil_div(a, b)); };
+  const int vectors = ceil(p.columns, plan.in_vectors ? vector_lanes(p.dtype) : 1);
   // With at most one row per SM, a thread has as few vectors as possible, because it reads the
   // weights of its vectors one after the other.
   const bool many = p.rows > device.multiprocessors;
   plan.team = make_team(many ? ceil(vectors, kItems) : vectors, kFewThreads, kFewThreads, 1);
   plan.row_blocks = p.grad_x == nullptr ? 0 : ceil(p.rows, plan.team.per_block);
   const bool has_sums = p.grad_weight != nullptr || p.grad_bias != nullptr;
-  const int width = has_short_columns(p) ? plan.team.block_threads() : kStripThreads;
+  plan.strip_threads = plan.in_vectors ? kStripThreads : strip_of_elements(p);
+  const int width = has_short_columns(p) ? plan.team.block_threads() : plan.strip_threads;
   plan.strips = has_sums ? ceil(vectors, width) : 0;
   return plan;
 }
