@@ -156,6 +156,13 @@ def test_choices_of_other_families(
     assert found == {kernel}
 
 
+def test_short_rows_share_a_warp(program: Path) -> None:
+    """A row of three elements takes one thread, not one for each element of its edges."""
+    for plan in choosing.plans(program, [(415219, 3)]):
+        if plan.op in ("norm forward", "gated_norm forward") and plan.alignment != "vector":
+            assert plan.blocks_x * plan.threads < 2 * plan.rows
+
+
 def test_the_page_is_up_to_date(program: Path) -> None:
     page = choosing.PAGE.read_text(encoding="utf-8")
     assert choosing.written(page, program) == page
