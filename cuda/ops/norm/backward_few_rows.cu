@@ -257,11 +257,11 @@ __device__ __forceinline__ void sums_of_strip(const NormBackward& p, int strip, 
 
 template <class Access, class W, bool kCentered, bool kAdds>
 __global__ void __launch_bounds__(kFewThreads, 2)
-    few_rows_kernel(NormBackward p, TeamShape shape, int strips) {
+    few_rows_kernel(NormBackward p, TeamShape shape, int strips, int strip_threads) {
   wait_for_previous_kernel();
   const int block = static_cast<int>(blockIdx.x);
   if (block < strips) {
-    sums_of_strip<Access, W, kCentered>(p, block, kStripThreads);
+    sums_of_strip<Access, W, kCentered>(p, block, strip_threads);
   } else {
     gradients_of_rows<Access, W, kCentered, kAdds>(p, shape, block - strips);
   }
@@ -285,8 +285,8 @@ Status launch(const NormBackward& p, const FewRowsPlan& plan, Allocate, CUstream
   if (plan.row_blocks + plan.strips == 0) return {};
   const Grid grid{dim3(static_cast<unsigned>(plan.row_blocks + plan.strips)),
                   dim3(static_cast<unsigned>(plan.team.block_threads()))};
-  const auto launch = [&](auto kernel, auto... rest) {
-    return launch_overlapped(kernel, grid, stream, p, plan.team, plan.strips, rest...);
+  const auto launch = [&](auto kernel) {
+    return launch_overlapped(kernel, grid, stream, p, plan.team, plan.strips, plan.strip_threads);
   };
   return dispatch_floating(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -294,8 +294,7 @@ Status launch(const NormBackward& p, const FewRowsPlan& plan, Allocate, CUstream
     return with_parameter_type<T>(p.weight_dtype, [&](auto parameter) {
       using W = typename decltype(parameter)::type;
       const auto with_sum = [&](auto centered) {
-        if (!plan.in_vectors)
-          return launch(few_elements_kernel<T, W, centered>, plan.strip_threads);
+        if (!plan.in_vectors) return launch(few_elements_kernel<T, W, centered>);
         return p.grad_sum == nullptr ? launch(few_rows_kernel<Access, W, centered, false>)
                                      : launch(few_rows_kernel<Access, W, centered, true>);
       };

@@ -21,7 +21,7 @@ inline size_t sum_bytes(const NormBackward& p) { return p.dtype == Dtype::float6
 inline constexpr int kItems = 4;
 
 inline constexpr int kFewThreads = 512;  // per block
-inline constexpr int kStripThreads = 8;  // threads along a row, which read 128 bytes of it
+inline constexpr int kStripThreads = 8;  // most threads along a row, which read 128 bytes of it
 // Most elements of a row, or of a column, that a thread reads one by one.
 inline constexpr int kElementsOfThread = 32;
 // Up to this many rows, a thread sums its columns over all rows.
@@ -42,11 +42,15 @@ TORCHKILN_HOST_DEVICE inline bool has_short_columns(const NormBackward& p) {
   return p.rows <= kRowsOfThread && aligned(p.grad_weight) && aligned(p.grad_bias);
 }
 
-/// Threads along a strip of rows that are read element by element: a warp reads whole sectors of
-/// few rows, and a thread has few of many rows.
-inline int strip_of_elements(const NormBackward& p) {
-  const int most = p.rows <= thresholds::kMostRowsOfWideStrip ? kWarpLanes : kStripThreads;
-  return std::min(1 << ceil_log2(std::min<int64_t>(p.columns, kWarpLanes)), most);
+/// Threads along a strip of columns: fewer for more rows, so that a thread sums up to 8 rows, or 16
+/// single elements, but at least a sector of 32 bytes, or 4 elements.
+inline int strip_threads(const NormBackward& p, bool in_vectors) {
+  const int64_t items = ceil_div(p.columns, in_vectors ? vector_lanes(p.dtype) : 1);
+  const int64_t most = in_vectors ? std::clamp<int64_t>(kFewThreads * 8 / p.rows, 2, kStripThreads)
+                                  : std::clamp<int64_t>(kFewThreads * 16 / p.rows, 4, kWarpLanes);
+  int threads = 1;
+  while (2 * threads <= most && threads < items) threads *= 2;
+  return threads;
 }
 
 /// Whether few rows are few enough to read them twice.
@@ -56,7 +60,7 @@ inline bool are_few_rows(const NormBackward& p, bool in_vectors) {
            p.rows * row_bytes(p) <= thresholds::kMostFewBytes &&
            row_bytes(p) <= kFewThreads * kItems * kVectorBytes;
   constexpr int64_t kMost = kFewThreads * kElementsOfThread;
-  return p.columns <= kMost && p.rows * strip_of_elements(p) <= kMost &&
+  return p.columns <= kMost && p.rows * strip_threads(p, false) <= kMost &&
          p.rows * p.columns <= thresholds::kMostFewElements;
 }
 
@@ -73,7 +77,7 @@ inline std::optional<FewRowsPlan> plan_few_rows(const NormBackward& p, Alignment
   plan.team = make_team(many ? ceil(vectors, kItems) : vectors, kFewThreads, kFewThreads, 1);
   plan.row_blocks = p.grad_x == nullptr ? 0 : ceil(p.rows, plan.team.per_block);
   const bool has_sums = p.grad_weight != nullptr || p.grad_bias != nullptr;
-  plan.strip_threads = plan.in_vectors ? kStripThreads : strip_of_elements(p);
+  plan.strip_threads = strip_threads(p, plan.in_vectors);
   const int width = has_short_columns(p) ? plan.team.block_threads() : plan.strip_threads;
   plan.strips = has_sums ? ceil(vectors, width) : 0;
   return plan;

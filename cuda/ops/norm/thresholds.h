@@ -43,8 +43,6 @@ inline constexpr int64_t kMostFewBytes = 16 << 20;
 // Rows that are read element by element gain while the time of a second kernel, 3 us, and of rings
 // of rows that begin empty outweighs two single reads: 1 x 1 in bfloat16 took 15 us streamed.
 inline constexpr int64_t kMostFewElements = 1 << 20;
-// 16 warps that each read a row of 32 columns have up to 16 rows each.
-inline constexpr int64_t kMostRowsOfWideStrip = 256;
 
 // Bulk copies, backward: 64 to 96 KiB in flight per SM suffice for the speed of a copy. Rows of 1
 // to 16 KiB take 11 to 31 % less time than streamed ones, in bfloat16 with 4,096 and 8,192 columns.
