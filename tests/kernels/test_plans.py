@@ -137,6 +137,8 @@ def test_choices(
         ("A100", "cross_entropy forward", "cross_entropy", "shared_offset", (131, 1001), "inner"),
         ("H100", "norm backward", "layer_norm", "shared_offset", (131, 1001), "few rows"),
         ("H100", "norm backward", "layer_norm", "scalar", (4097, 81), "split"),
+        ("H100", "norm backward", "layer_norm", "vector", (4096, 80), "few rows"),
+        ("H100", "norm backward", "layer_norm", "vector", (16384, 80), "stream"),
         ("H100", "batch norm forward", "adjacent channels", "vector", (4097, 80), "resident"),
         ("A100", "batch norm forward", "adjacent channels", "vector", (4097, 80), "rows"),
     ],

@@ -20,8 +20,10 @@ EPS = 1e-5
 LONG = [(9, 300001), (7, 1000003), (40, 270001), (150, 280005), (1, 2000001)]
 # Rows whose gradients are computed in slabs, by teams of few and of many blocks.
 SLABS = [(300, 50257), (70, 66000), (40, 262152), (90, 17001)]
-# Rows of 1 to 64 KiB in whole vectors, too many for the kernel of few rows.
+# Rows of 1 to 64 KiB in whole vectors, too many for the kernel of few rows, and rows for its strips
+# of each width.
 ALIGNED = [(2051, 512), (2060, 4096), (2100, 8192), (2049, 16384)]
+ALIGNED += [(300, 136), (1024, 320), (2048, 72), (8192, 16), (16384, 8)]
 # Short rows that share a block, and rows that end in each lane of a vector.
 SHORT = [(1, 1), (513, 3), (64, 9), (3, 129), (70, 1000), (1000, 17), (33, 2047), (9, 8209)]
 SHORT += [(300, 20001), (5, 4096), (8, 200), (256, 33), (257, 33), (4, 16385)]

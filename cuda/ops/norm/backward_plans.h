@@ -22,8 +22,8 @@ inline constexpr int kItems = 4;
 
 inline constexpr int kFewThreads = 512;  // per block
 inline constexpr int kStripThreads = 8;  // most threads along a row, which read 128 bytes of it
-// Most elements of a row, or of a column, that a thread reads one by one.
-inline constexpr int kElementsOfThread = 32;
+inline constexpr int kRowsOfStripThread = 32;  // most rows that a thread of a strip sums
+inline constexpr int kElementsOfThread = 32;   // most elements of a row that a thread reads singly
 // Up to this many rows, a thread sums its columns over all rows.
 inline constexpr int kRowsOfThread = 8;
 
@@ -55,13 +55,13 @@ inline int strip_threads(const NormBackward& p, bool in_vectors) {
 
 /// Whether few rows are few enough to read them twice.
 inline bool are_few_rows(const NormBackward& p, bool in_vectors) {
-  if (in_vectors)
-    return p.rows <= thresholds::kMostFewRows &&
-           p.rows * row_bytes(p) <= thresholds::kMostFewBytes &&
-           row_bytes(p) <= kFewThreads * kItems * kVectorBytes;
-  constexpr int64_t kMost = kFewThreads * kElementsOfThread;
-  return p.columns <= kMost && p.rows * strip_threads(p, false) <= kMost &&
-         p.rows * p.columns <= thresholds::kMostFewElements;
+  constexpr int64_t kMost = kFewThreads * kRowsOfStripThread;
+  const bool are_small = p.rows * strip_threads(p, in_vectors) <= kMost &&
+                         p.rows * p.columns <= thresholds::kMostFewElements;
+  if (!in_vectors) return are_small && p.columns <= kFewThreads * kElementsOfThread;
+  return (are_small || (p.rows <= thresholds::kMostFewRows &&
+                        p.rows * row_bytes(p) <= thresholds::kMostFewBytes)) &&
+         row_bytes(p) <= kFewThreads * kItems * kVectorBytes;
 }
 
 inline std::optional<FewRowsPlan> plan_few_rows(const NormBackward& p, Alignment alignment,
