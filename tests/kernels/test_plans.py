@@ -135,6 +135,10 @@ def test_choices(
         ("A100", "softmax forward", "softmax", "vector", (1, 1 << 26), "parts"),
         ("H100", "cross_entropy forward", "cross_entropy", "vector", (64, 2048), "few rows"),
         ("A100", "cross_entropy forward", "cross_entropy", "shared_offset", (131, 1001), "inner"),
+        ("H100", "norm backward", "layer_norm", "shared_offset", (131, 1001), "few rows"),
+        ("H100", "norm backward", "layer_norm", "scalar", (4097, 81), "split"),
+        ("H100", "norm backward", "layer_norm", "vector", (4096, 80), "few rows"),
+        ("H100", "norm backward", "layer_norm", "vector", (16384, 80), "stream"),
         ("H100", "batch norm forward", "adjacent channels", "vector", (4097, 80), "resident"),
         ("A100", "batch norm forward", "adjacent channels", "vector", (4097, 80), "rows"),
     ],
@@ -152,6 +156,13 @@ def test_choices_of_other_families(
     call = (gpu, op, operands, "bfloat16", alignment)
     found = {plan.kernel for plan in choosing.plans(program, [shape], op) if plan[:5] == call}
     assert found == {kernel}
+
+
+def test_short_rows_share_a_warp(program: Path) -> None:
+    """A row of three elements takes one thread, not one for each element of its edges."""
+    for plan in choosing.plans(program, [(415219, 3)]):
+        if plan.op in ("norm forward", "gated_norm forward") and plan.alignment != "vector":
+            assert plan.blocks_x * plan.threads < 2 * plan.rows
 
 
 def test_the_page_is_up_to_date(program: Path) -> None:

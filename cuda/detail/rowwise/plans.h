@@ -117,6 +117,13 @@ TORCHKILN_HOST_DEVICE constexpr int64_t inner_vectors(int64_t columns, int lanes
 /// The fewest threads of a team with an UnalignedRowTile: one per element of head and tail.
 constexpr int fewest_edge_threads(int lanes) { return 2 * lanes - 1; }
 
+/// The alignment by which a team reads rows: element by element if it then needs half as many
+/// threads or fewer than for the edges of rows with an offset.
+constexpr Alignment without_short_edges(Dtype dtype, Alignment alignment, int64_t columns) {
+  const bool is_short = columns <= kFewItems * vector_lanes(dtype);
+  return alignment == Alignment::shared_offset && is_short ? Alignment::scalar : alignment;
+}
+
 /// make_row_plan() for the tile that with_tile() takes for this alignment.
 inline std::optional<RowPlan> plan_rows(Dtype dtype, Alignment alignment, int64_t columns,
                                         int streams, int cluster_threads, const Device& device) {

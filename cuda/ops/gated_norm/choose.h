@@ -58,6 +58,7 @@ inline Alignment alignment_of_groups(const GatedNormBackward& p) {
 /// Nothing if no team holds a group.
 inline std::optional<GatedNormPlan> choose(const GatedNorm& p, Alignment alignment,
                                            const Device& device) {
+  alignment = without_short_edges(p.dtype, alignment, p.columns);
   // x and gate: two rows at once. Small blocks of a cluster are scheduled sooner.
   const auto rows = plan_rows(p.dtype, alignment, p.columns, 2, kRowThreads / 2, device);
   if (!rows) return std::nullopt;

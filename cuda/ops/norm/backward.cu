@@ -4,8 +4,10 @@
 //
 //   plan, file              rows and bytes        why, measured on an H100
 //   few rows                aligned, to 2,048     The tensors stay in L2: both are read twice, and
-//   backward_few_rows.cu    rows of 32 KiB and    no second kernel adds partial sums.
-//                           16 MiB per tensor
+//   backward_few_rows.cu    rows of 32 KiB and    no second kernel adds partial sums. Other rows
+//                           16 MiB per tensor;    are read element by element.
+//                           others, to 2^20
+//                           elements
 //   bulk                    9.0, aligned, 1 to    Bulk copies of rows ahead: 11 to 31 % less time
 //   backward_bulk.cu        16 KiB, RMS norm 32   than streamed, 4,096 and 8,192 columns bfloat16.
 //   slabs                   9.0, long rows, and   All blocks share a row. Layer norm in bfloat16,

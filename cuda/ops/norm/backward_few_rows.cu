@@ -4,7 +4,7 @@
 //   all further blocks        read whole rows: grad_x
 //
 // Both read grad and z; the second read from L2 costs less than partial sums that a second kernel
-// would have to wait for.
+// would have to wait for. Rows that are not whole vectors are read element by element.
 
 #include "backward_common.cuh"
 
@@ -79,21 +79,101 @@ __device__ __forceinline__ void gradients_of_rows(const NormBackward& p, const T
   }
 }
 
-/// Adds a row's terms of the column sums.
-template <int kLanes, bool kCentered, class T, class C>
-__device__ __forceinline__ void add_terms(const NormBackward& p, int64_t row, const T* grad,
-                                          const T* z, C (&sums)[kCentered ? 2 : 1][kLanes]) {
-  const C mean = kCentered ? static_cast<const C*>(p.mean)[row] : C(0);
-  const C rstd = static_cast<const C*>(p.rstd)[row];
-  C g[kLanes], x[kLanes];
-  widen(load_vector<kLanes>(grad + row * p.grad_row_stride), g);
-  widen(load_vector<kLanes>(z + row * p.z_row_stride), x);
+/// gradients_of_rows() element by element, for rows that begin or end anywhere. The second read of
+/// an element hits L1 or L2.
+template <class T, class W, bool kCentered>
+__device__ __forceinline__ void gradients_of_elements(const NormBackward& p, const TeamShape& shape,
+                                                      int group) {
+  using C = Compute<T>;
+  __shared__ TeamStorage<C, 2> storage;
+  Team<C, 2, true> team(shape, storage);
+  const int64_t row = int64_t{group} * shape.per_block + team.index();
+  const bool inside = row < p.rows;
+  const int columns = inside ? static_cast<int>(p.columns) : 0;
+  const T* grad = static_cast<const T*>(p.grad) + row * p.grad_row_stride;
+  const T* z = static_cast<const T*>(p.z) + row * p.z_row_stride;
+  const T* grad_sum = static_cast<const T*>(p.grad_sum) + row * p.grad_sum_row_stride;
+  const W* const weights = static_cast<const W*>(p.weight);
+  const C mean = kCentered && inside ? static_cast<const C*>(p.mean)[row] : C(0);
+  const C rstd = inside ? static_cast<const C*>(p.rstd)[row] : C(0);
+
+  // Calls body(column, grad, z, weight, grad_sum) for the elements of the thread. Loads that body
+  // does not use are left out.
+  const auto for_own = [&](const auto& body) {
+    constexpr int kInFlight = sizeof(T) < 8 ? 4 : 2;
+    const int step = team.size();
+    for (int first = team.rank(); first < columns; first += kInFlight * step) {
+      T g[kInFlight], own[kInFlight], others[kInFlight];
+      W factors[kInFlight];
 #pragma unroll
-  for (int i = 0; i < kLanes; ++i) {
-    sums[0][i] += g[i] * ((x[i] - mean) * rstd);
-    if constexpr (kCentered) sums[1][i] += g[i];
+      for (int k = 0; k < kInFlight; ++k) {
+        const int column = first + k * step;
+        const bool has = column < columns;
+        g[k] = has ? __ldg(grad + column) : T(0.0f);
+        own[k] = has ? __ldg(z + column) : T(0.0f);
+        others[k] = has && p.grad_sum != nullptr ? __ldg(grad_sum + column) : T(0.0f);
+        factors[k] = has && weights != nullptr ? __ldg(weights + column) : W(1.0f);
+      }
+      const C offset = weights == nullptr ? C(0) : static_cast<C>(p.weight_offset);
+#pragma unroll
+      for (int k = 0; k < kInFlight; ++k) {
+        if (first + k * step < columns)
+          body(first + k * step, convert<C>(g[k]), convert<C>(own[k]),
+               convert<C>(factors[k]) + offset, convert<C>(others[k]));
+      }
+    }
+  };
+  C sums[kCentered ? 2 : 1] = {};
+  for_own([&](int, C g, C own, C weight, C) {
+    C of_column[2] = {};  // the strips sum the columns
+    accumulate<kCentered>(g, own, weight, mean, rstd, of_column[0], of_column[1], sums);
+  });
+  team.reduce(sums, Sum{});
+  const C inverse_columns = C(1) / static_cast<C>(p.columns);
+  const Projection<C> projection = projection_of<kCentered>(p, mean, rstd, inverse_columns, sums);
+  T* const grad_x = static_cast<T*>(p.grad_x) + row * p.columns;
+  for_own([&](int column, C g, C own, C weight, C other) {
+    C result[1] = {g};
+    project<T>(projection, {own}, {weight}, result);
+    grad_x[column] = convert<T>(result[0] + other);
+  });
+}
+
+/// Adds the terms of a thread's columns in kRows rows, `step` apart, to the sums of these columns.
+/// All loads are in flight together: in a loop that may end after each row, they would not be.
+template <int kRows, int kLanes, bool kCentered, class T, class C>
+__device__ __forceinline__ void add_terms(const NormBackward& p, int64_t row, int64_t step,
+                                          const T* grad, const T* z,
+                                          C (&sums)[kCentered ? 2 : 1][kLanes]) {
+  Vec<T, kLanes> grads[kRows], zs[kRows];
+  C means[kRows] = {}, rstds[kRows] = {};
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int64_t at = row + r * step;
+    fill(grads[r], T(0.0f));
+    fill(zs[r], T(0.0f));
+    if (at >= p.rows) continue;
+    grads[r] = load_vector<kLanes>(grad + at * p.grad_row_stride);
+    zs[r] = load_vector<kLanes>(z + at * p.z_row_stride);
+    if constexpr (kCentered) means[r] = static_cast<const C*>(p.mean)[at];
+    rstds[r] = static_cast<const C*>(p.rstd)[at];
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    C g[kLanes], x[kLanes];
+    widen(grads[r], g);
+    widen(zs[r], x);
+#pragma unroll
+    for (int i = 0; i < kLanes; ++i) {
+      sums[0][i] += g[i] * ((x[i] - means[r]) * rstds[r]);
+      if constexpr (kCentered) sums[1][i] += g[i];
+    }
   }
 }
+
+/// Rows of add_terms(), as many as the registers hold.
+template <class T, int kLanes>
+inline constexpr int kTermRows = kLanes == 1 && sizeof(T) < 8 ? 4 : 2;
 
 /// Sums a strip of columns, as wide as the block, over up to kRowsOfThread rows.
 template <class Access, class W, bool kCentered>
@@ -105,12 +185,12 @@ __device__ __forceinline__ void sums_of_short_columns(const NormBackward& p, int
   const int64_t column = (int64_t{strip} * blockDim.x + threadIdx.x) * kLanes;
   if (column >= p.columns) return;
   C sums[kSums][kLanes] = {};
+  constexpr int kRows = kTermRows<T, kLanes>;
 #pragma unroll
-  for (int row = 0; row < kRowsOfThread; ++row) {
-    if (row < p.rows) {
-      add_terms<kLanes, kCentered>(p, row, static_cast<const T*>(p.grad) + column,
-                                   static_cast<const T*>(p.z) + column, sums);
-    }
+  for (int row = 0; row < kRowsOfThread; row += kRows) {
+    if (row < p.rows)
+      add_terms<kRows, kLanes, kCentered>(p, row, 1, static_cast<const T*>(p.grad) + column,
+                                          static_cast<const T*>(p.z) + column, sums);
   }
 #pragma unroll
   for (int which = 0; which < kSums; ++which) {
@@ -119,64 +199,83 @@ __device__ __forceinline__ void sums_of_short_columns(const NormBackward& p, int
   }
 }
 
-/// Sums a strip of columns, kStripThreads threads wide: each thread adds every n-th row, then the
+/// Sums a strip of columns, `threads` threads wide: each thread adds every n-th row, then the
 /// threads of a warp are reduced, then the warps.
 template <class Access, class W, bool kCentered>
-__device__ __forceinline__ void sums_of_columns(const NormBackward& p, int strip) {
+__device__ __forceinline__ void sums_of_columns(const NormBackward& p, int strip, int threads) {
   using T = typename Access::T;
   using C = Compute<T>;
   constexpr int kLanes = Access::kLanes;
-  constexpr int kWidth = kStripThreads * kLanes;
   constexpr int kSums = kCentered ? 2 : 1;
-  __shared__ C slots[kFewThreads / kWarpLanes][kSums][kWidth];
+  __shared__ C
+      slots[kFewThreads / kWarpLanes][kSums][kLanes == 1 ? kWarpLanes : kStripThreads * kLanes];
   const int thread = static_cast<int>(threadIdx.x);
-  const int begin = strip * kWidth;
-  const int column = begin + thread % kStripThreads * kLanes;
+  const int in_strip = thread & (threads - 1);
+  const int width = threads * kLanes;
+  const int begin = strip * width;
+  const int column = begin + in_strip * kLanes;
   C sums[kSums][kLanes] = {};
   if (column < p.columns) {
     const T* grad = static_cast<const T*>(p.grad) + column;
     const T* z = static_cast<const T*>(p.z) + column;
-    const int step = static_cast<int>(blockDim.x) / kStripThreads;
-#pragma unroll 4
-    for (int64_t row = thread / kStripThreads; row < p.rows; row += step)
-      add_terms<kLanes, kCentered>(p, row, grad, z, sums);
+    const int step = static_cast<int>(blockDim.x) / threads;
+    constexpr int kRows = kTermRows<T, kLanes>;
+    for (int64_t row = thread / threads; row < p.rows; row += kRows * step)
+      add_terms<kRows, kLanes, kCentered>(p, row, step, grad, z, sums);
   }
 #pragma unroll
   for (int which = 0; which < kSums; ++which) {
 #pragma unroll
     for (int i = 0; i < kLanes; ++i) {
-#pragma unroll
-      for (int offset = kStripThreads; offset < kWarpLanes; offset *= 2)
+      for (int offset = threads; offset < kWarpLanes; offset *= 2)
         sums[which][i] += __shfl_xor_sync(~0u, sums[which][i], offset);
-      if (thread % kWarpLanes < kStripThreads)
-        slots[thread / kWarpLanes][which][thread % kStripThreads * kLanes + i] = sums[which][i];
+      if (thread % kWarpLanes < threads)
+        slots[thread / kWarpLanes][which][in_strip * kLanes + i] = sums[which][i];
     }
   }
   __syncthreads();
   const int warps = static_cast<int>(blockDim.x) / kWarpLanes;
-  for (int at = thread; at < kSums * kWidth; at += static_cast<int>(blockDim.x)) {
-    const int which = at / kWidth;
+  for (int at = thread; at < kSums * width; at += static_cast<int>(blockDim.x)) {
+    const int which = at / width;
     auto* to = static_cast<W*>(which == 0 ? p.grad_weight : p.grad_bias);
-    if (to == nullptr || begin + at % kWidth >= p.columns) continue;
+    if (to == nullptr || begin + at % width >= p.columns) continue;
     C sum = 0;
-    for (int warp = 0; warp < warps; ++warp) sum += slots[warp][which][at % kWidth];
-    to[begin + at % kWidth] = convert<W>(sum);
+    for (int warp = 0; warp < warps; ++warp) sum += slots[warp][which][at % width];
+    to[begin + at % width] = convert<W>(sum);
+  }
+}
+
+/// The blocks of strips come first, because they take longer.
+template <class Access, class W, bool kCentered>
+__device__ __forceinline__ void sums_of_strip(const NormBackward& p, int strip, int threads) {
+  if (has_short_columns(p)) {
+    sums_of_short_columns<Access, W, kCentered>(p, strip);
+  } else {
+    sums_of_columns<Access, W, kCentered>(p, strip, threads);
   }
 }
 
 template <class Access, class W, bool kCentered, bool kAdds>
 __global__ void __launch_bounds__(kFewThreads, 2)
-    few_rows_kernel(NormBackward p, TeamShape shape, int strips) {
+    few_rows_kernel(NormBackward p, TeamShape shape, int strips, int strip_threads) {
   wait_for_previous_kernel();
   const int block = static_cast<int>(blockIdx.x);
-  if (block < strips) {  // the column sums begin first, because they take longer
-    if (has_short_columns(p)) {
-      sums_of_short_columns<Access, W, kCentered>(p, block);
-    } else {
-      sums_of_columns<Access, W, kCentered>(p, block);
-    }
+  if (block < strips) {
+    sums_of_strip<Access, W, kCentered>(p, block, strip_threads);
   } else {
     gradients_of_rows<Access, W, kCentered, kAdds>(p, shape, block - strips);
+  }
+}
+
+template <class T, class W, bool kCentered>
+__global__ void __launch_bounds__(kFewThreads, 2)
+    few_elements_kernel(NormBackward p, TeamShape shape, int strips, int strip_threads) {
+  wait_for_previous_kernel();
+  const int block = static_cast<int>(blockIdx.x);
+  if (block < strips) {
+    sums_of_strip<RowVectors<T, 1, true>, W, kCentered>(p, block, strip_threads);
+  } else {
+    gradients_of_elements<T, W, kCentered>(p, shape, block - strips);
   }
 }
 
@@ -187,7 +286,7 @@ Status launch(const NormBackward& p, const FewRowsPlan& plan, Allocate, CUstream
   const Grid grid{dim3(static_cast<unsigned>(plan.row_blocks + plan.strips)),
                   dim3(static_cast<unsigned>(plan.team.block_threads()))};
   const auto launch = [&](auto kernel) {
-    return launch_overlapped(kernel, grid, stream, p, plan.team, plan.strips);
+    return launch_overlapped(kernel, grid, stream, p, plan.team, plan.strips, plan.strip_threads);
   };
   return dispatch_floating(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -195,6 +294,7 @@ Status launch(const NormBackward& p, const FewRowsPlan& plan, Allocate, CUstream
     return with_parameter_type<T>(p.weight_dtype, [&](auto parameter) {
       using W = typename decltype(parameter)::type;
       const auto with_sum = [&](auto centered) {
+        if (!plan.in_vectors) return launch(few_elements_kernel<T, W, centered>);
         return p.grad_sum == nullptr ? launch(few_rows_kernel<Access, W, centered, false>)
                                      : launch(few_rows_kernel<Access, W, centered, true>);
       };

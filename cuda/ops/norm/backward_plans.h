@@ -21,9 +21,10 @@ inline size_t sum_bytes(const NormBackward& p) { return p.dtype == Dtype::float6
 inline constexpr int kItems = 4;
 
 inline constexpr int kFewThreads = 512;  // per block
-inline constexpr int kStripThreads = 8;  // threads along a row, which read 128 bytes of it
-// Up to this many rows, a thread sums its columns over all rows, whose loads are in flight
-// together.
+inline constexpr int kStripThreads = 8;  // most threads along a row, which read 128 bytes of it
+inline constexpr int kRowsOfStripThread = 32;  // most rows that a thread of a strip sums
+inline constexpr int kElementsOfThread = 32;   // most elements of a row that a thread reads singly
+// Up to this many rows, a thread sums its columns over all rows.
 inline constexpr int kRowsOfThread = 8;
 
 /// Row blocks read whole rows for grad_x; strips of columns are summed by blocks of their own.
@@ -33,28 +34,51 @@ struct FewRowsPlan {
   TeamShape team;
   int row_blocks;
   int strips;
+  int strip_threads;  // along a row
+  bool in_vectors;    // else rows are read element by element
 };
 
 TORCHKILN_HOST_DEVICE inline bool has_short_columns(const NormBackward& p) {
   return p.rows <= kRowsOfThread && aligned(p.grad_weight) && aligned(p.grad_bias);
 }
 
+/// Threads along a strip of columns: fewer for more rows, so that a thread sums up to 8 rows, or 16
+/// single elements, but at least a sector of 32 bytes, or 4 elements.
+inline int strip_threads(const NormBackward& p, bool in_vectors) {
+  const int64_t items = ceil_div(p.columns, in_vectors ? vector_lanes(p.dtype) : 1);
+  const int64_t most = in_vectors ? std::clamp<int64_t>(kFewThreads * 8 / p.rows, 2, kStripThreads)
+                                  : std::clamp<int64_t>(kFewThreads * 16 / p.rows, 4, kWarpLanes);
+  int threads = 1;
+  while (2 * threads <= most && threads < items) threads *= 2;
+  return threads;
+}
+
+/// Whether few rows are few enough to read them twice.
+inline bool are_few_rows(const NormBackward& p, bool in_vectors) {
+  constexpr int64_t kMost = kFewThreads * kRowsOfStripThread;
+  const bool are_small = p.rows * strip_threads(p, in_vectors) <= kMost &&
+                         p.rows * p.columns <= thresholds::kMostFewElements;
+  if (!in_vectors) return are_small && p.columns <= kFewThreads * kElementsOfThread;
+  return (are_small || (p.rows <= thresholds::kMostFewRows &&
+                        p.rows * row_bytes(p) <= thresholds::kMostFewBytes)) &&
+         row_bytes(p) <= kFewThreads * kItems * kVectorBytes;
+}
+
 inline std::optional<FewRowsPlan> plan_few_rows(const NormBackward& p, Alignment alignment,
                                                 const Device& device) {
-  if (alignment != Alignment::vector || p.rows > thresholds::kMostFewRows ||
-      p.rows * row_bytes(p) > thresholds::kMostFewBytes ||
-      row_bytes(p) > kFewThreads * kItems * kVectorBytes)
-    return std::nullopt;
-  const auto ceil = [](int64_t a, int64_t b) { return static_cast<int>(ceil_div(a, b)); };
-  const int vectors = ceil(p.columns, vector_lanes(p.dtype));
   FewRowsPlan plan{};
+  plan.in_vectors = alignment == Alignment::vector;
+  if (!are_few_rows(p, plan.in_vectors)) return std::nullopt;
+  const auto ceil = [](int64_t a, int64_t b) { return static_cast<int>(ceil_div(a, b)); };
+  const int vectors = ceil(p.columns, plan.in_vectors ? vector_lanes(p.dtype) : 1);
   // With at most one row per SM, a thread has as few vectors as possible, because it reads the
   // weights of its vectors one after the other.
   const bool many = p.rows > device.multiprocessors;
   plan.team = make_team(many ? ceil(vectors, kItems) : vectors, kFewThreads, kFewThreads, 1);
   plan.row_blocks = p.grad_x == nullptr ? 0 : ceil(p.rows, plan.team.per_block);
   const bool has_sums = p.grad_weight != nullptr || p.grad_bias != nullptr;
-  const int width = has_short_columns(p) ? plan.team.block_threads() : kStripThreads;
+  plan.strip_threads = strip_threads(p, plan.in_vectors);
+  const int width = has_short_columns(p) ? plan.team.block_threads() : plan.strip_threads;
   plan.strips = has_sums ? ceil(vectors, width) : 0;
   return plan;
 }

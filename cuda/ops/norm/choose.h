@@ -74,6 +74,7 @@ inline std::optional<NormSlabsPlan> plan_norm_slabs(const Norm& p, Alignment ali
 inline NormPlan choose(const Norm& p, Alignment alignment, const Device& device) {
   if (const auto slabs = plan_norm_slabs(p, alignment, device)) return *slabs;
   if (!aligned(p.weight) || !aligned(p.bias)) alignment = Alignment::scalar;
+  alignment = without_short_edges(p.dtype, alignment, p.columns);
   if (p.residual_dtype != p.dtype && alignment == Alignment::vector &&
       !rows_in_vectors(p.residual, vector_lanes(p.dtype), {p.columns, p.residual_row_stride}))
     alignment = Alignment::scalar;
