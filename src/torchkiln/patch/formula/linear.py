@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchkiln.nn.plain import attribute
 from torchkiln.ops.matmul import linear
 from torchkiln.patch.plan import Match, Plan
 from torchkiln.patch.probe import numbers, random_copy
@@ -37,7 +38,7 @@ class WideLinear(Plan):
         if torch.compiler.is_compiling() or is_tracing() or len(args) != 1:
             return False
         x = args[0]
-        if not is_plain(x) or x.is_meta or not has_plain_parameters(module):
+        if not is_plain(x) or x.is_meta or plain_parameters(module) is None:
             return False
         return has_unaligned_sizes(module) or sums_gradient(module, x)
 
@@ -58,7 +59,7 @@ def find(module: Any) -> Match | str | None:
     has_bias = getattr(module, "bias", None) is not None
     if not has_bias and not has_unaligned_sizes(module):
         return None
-    if not has_plain_parameters(module):
+    if plain_parameters(module) is None:
         return "its parameters are no plain tensors"
     # A smaller layer of the same kind, because comparing a large layer takes long.
     small = nn.Linear(63, 57, bias=has_bias, device="meta")
@@ -73,13 +74,15 @@ def is_plain(x: Any) -> bool:
     return x.layout is torch.strided and not x.is_nested and x.dtype in DTYPES
 
 
-def has_plain_parameters(module: Any) -> bool:
-    """Whether the op takes the parameters of a layer, which the user may have exchanged."""
-    weight: Any = getattr(module, "weight", None)
-    bias: Any = getattr(module, "bias", None)
+def plain_parameters(module: Any) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias of a layer, or None if the op does not take them."""
+    weight: Any = attribute(module, "weight", None)
     if not is_plain(weight) or weight.dim() != 2:
-        return False
-    return bias is None or (is_plain(bias) and bias.shape == weight.shape[:1])
+        return None
+    bias: Any = attribute(module, "bias", None)
+    if bias is not None and not (is_plain(bias) and bias.shape == weight.shape[:1]):
+        return None
+    return weight, bias
 
 
 def is_wide(module: Any) -> bool:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchkiln.nn.plain import has_hooks
+from torchkiln.nn.plain import attribute, has_hooks
 from torchkiln.ops.matmul import linear
 from torchkiln.patch.compare import Comparison
 from torchkiln.patch.formula.activation import OPS, Activation
-from torchkiln.patch.formula.linear import WideLinear, has_plain_parameters, is_plain
+from torchkiln.patch.formula.linear import WideLinear, is_plain, plain_parameters
 from torchkiln.patch.plan import Match, plan_of
 from torchkiln.patch.probe import numbers, relative_error
 from torchkiln.patch.source.code import GUARDS, blocks
@@ -24,21 +24,21 @@ from torchkiln.patch.source.text import SCOPES
 LINEAR_ACT = "_kiln_linear_act"
 """The helper in rewritten source: ``act(layer(x))``."""
 
+ACTIVATIONS: dict[type[nn.Module], str] = {
+    nn.ReLU: "relu",
+    nn.SiLU: "silu",
+    nn.Sigmoid: "sigmoid",
+    nn.Tanh: "tanh",
+}
+"""The modules of torch that compute one activation."""
+
 SIZE = 64
 """Largest size of the layers that are compared."""
 
 
 def name_of(module: nn.Module) -> str | None:
     """The name of the activation that a module of torch computes."""
-    if type(module) is nn.GELU:
-        return None if "forward" in module.__dict__ else gelu_of(module)
-    names: dict[type[nn.Module], str] = {
-        nn.ReLU: "relu",
-        nn.SiLU: "silu",
-        nn.Sigmoid: "sigmoid",
-        nn.Tanh: "tanh",
-    }
-    name = names.get(type(module))
+    name = gelu_of(module) if type(module) is nn.GELU else ACTIVATIONS.get(type(module))
     return None if name is not None and "forward" in module.__dict__ else name
 
 
@@ -69,11 +69,12 @@ def linear_act(*, layer: Any, x: Any, act: Any, owner: Any = None) -> Any:
 
     With an owner, ``act`` is the name of the owner's activation, read after the call of the layer.
     """
-    plain = is_plain_layer(layer) and not has_hooks(layer) and takes(layer, x)
-    found: Any = read(owner, act) if plain else None
-    name: Any = act_of(found, x) if plain else None
-    if name is not None and not has_hooks(found):
-        return linear(x, layer.weight, layer.bias, act=name)
+    given = taken(layer, x)
+    if given is not None and not has_hooks(layer):
+        found: Any = read(owner, act)
+        name: Any = act_of(found, x)
+        if name is not None and not has_hooks(found):
+            return linear(x, *given, act=name)
     y = layer(x)
     return read(owner, act)(y)
 
@@ -83,23 +84,28 @@ def read(owner: Any, value: Any) -> Any:
     if owner is None:
         return value
     for name in value.split("."):
-        owner = getattr(owner, name)
+        owner = attribute(owner, name)
     return owner
 
 
-def takes(layer: Any, x: Any) -> bool:
-    """Whether torch's layer takes the argument, and the op computes the same result."""
-    if not is_plain(x) or x.dim() == 0 or x.shape[-1] != layer.weight.shape[1]:
-        return False
-    weight, bias = layer.weight, layer.bias
-    same = x.dtype == weight.dtype and (bias is None or bias.dtype == weight.dtype)
-    return x.device == weight.device and (same or torch.is_autocast_enabled(x.device.type))
-
-
-def is_plain_layer(layer: Any) -> bool:
-    """Whether a layer computes the formula of ``torch.nn.Linear``, replaced or not."""
+def parameters_of(layer: Any) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias, if a layer computes the formula of ``torch.nn.Linear``, replaced or not."""
     is_torchs = type(layer) is nn.Linear and "forward" not in layer.__dict__
-    return (is_torchs or isinstance(plan_of(layer), WideLinear)) and has_plain_parameters(layer)
+    if not is_torchs and not isinstance(plan_of(layer), WideLinear):
+        return None
+    return plain_parameters(layer)
+
+
+def taken(layer: Any, x: Any) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias, if the op computes the same result as the layer."""
+    given = parameters_of(layer)
+    if given is None or not is_plain(x) or x.dim() == 0:
+        return None
+    weight, bias = given
+    if x.shape[-1] != weight.shape[1] or x.device != weight.device:
+        return None
+    same = x.dtype == weight.dtype and (bias is None or bias.dtype == weight.dtype)
+    return given if same or torch.is_autocast_enabled(x.device.type) else None
 
 
 def compared(layer: nn.Linear, act: Any, dtype: torch.dtype, device: torch.device) -> Comparison:

@@ -18,11 +18,11 @@ from torch.nn import functional as F
 from torchkiln.nn.plain import has_hooks, is_torchs
 from torchkiln.ops._folding import is_transformed
 from torchkiln.ops.reduction import sum as sum_of
-from torchkiln.patch.formula.linear import has_plain_parameters, has_unaligned_sizes, is_wide
+from torchkiln.patch.formula.linear import has_unaligned_sizes, is_wide, plain_parameters
 from torchkiln.patch.plan import plan_of
 from torchkiln.patch.source.code import blocks
 from torchkiln.patch.source.effects import groups
-from torchkiln.patch.source.layer import OwnScope, is_plain_layer
+from torchkiln.patch.source.layer import OwnScope, parameters_of
 
 SHARED = "_kiln_shared"
 """The helper in rewritten source: ``[layer(x) for layer in layers]``, or an empty list."""
@@ -120,12 +120,14 @@ def gains(x: Any, layers: tuple[Any, ...]) -> bool:
 
 def takes_shared(layer: Any) -> bool:
     """Whether a layer is torch's, with a product that needs no padding."""
-    return is_plain_layer(layer) and not has_hooks(layer) and not has_unaligned_sizes(layer)
+    is_plain_layer = parameters_of(layer) is not None
+    return is_plain_layer and not has_hooks(layer) and not has_unaligned_sizes(layer)
 
 
 def is_sharable(layer: Any) -> bool:
     """Whether a layer is wide, and its product needs no padding."""
-    return is_wide(layer) and has_plain_parameters(layer) and not has_unaligned_sizes(layer)
+    has_plain = plain_parameters(layer) is not None
+    return is_wide(layer) and has_plain and not has_unaligned_sizes(layer)
 
 
 def is_alike(weight: Tensor, x: Tensor) -> bool:
