@@ -140,6 +140,7 @@ WITHOUT_PIXELS = "channels without a spatial size"
         ("A100", "cross_entropy forward", "cross_entropy", "shared_offset", (131, 1001), "inner"),
         ("H100", "batch norm forward", "adjacent channels", "vector", (4097, 80), "resident"),
         ("A100", "batch norm forward", "adjacent channels", "vector", (4097, 80), "rows"),
+        ("H100", "softmax forward", "transposed softmax", "vector", (18602, 1519), "tile"),
         ("H100", "group norm backward", WITHOUT_PIXELS, "vector", (64, 312960), "parts"),
         ("H100", "group norm backward", "planes of 64 channels", "vector", (64, 8192), "planes"),
     ],
