@@ -35,8 +35,9 @@ __global__ void __launch_bounds__(kMaxTileThreads, 2)
     __syncthreads();
     exchanged[place * plan.rows + row] = value;
     __syncthreads();
-    C result = exchanged[row];
-    for (int k = 1; k < plan.depth; ++k) result = op(result, exchanged[k * plan.rows + row]);
+    C result = decltype(op)::template identity<C>();
+#pragma unroll 8
+    for (int k = 0; k < plan.depth; ++k) result = op(result, exchanged[k * plan.rows + row]);
     return result;
   };
   wait_for_previous_kernel();
