@@ -46,6 +46,14 @@ Launch launch_of(const GroupTeamPlan& plan, const GroupLayout& layout) {
   return launch;
 }
 
+Launch launch_of(const GroupPartPlan& plan, const GroupLayout& layout) {
+  Launch launch{"parts", "No team holds a group: several blocks have a part each."};
+  launch.blocks_x = layout.all_groups() * plan.parts;
+  launch.threads = launch.most_threads = kGroupPartThreads;
+  launch.per_multiprocessor = kGroupPartBlocks;
+  return launch;
+}
+
 void write_norm(const Gpu& gpu, const Call& call, const char* operands, const GroupLayout& layout) {
   GroupNorm p{};
   p.x = p.y = address();
@@ -61,10 +69,12 @@ void write_norm(const Gpu& gpu, const Call& call, const char* operands, const Gr
   const auto write = [&](const char* op, const Launch& launch) {
     plans::write(gpu, call, op, operands, launch);
   };
-  write("group norm forward", plan.teams  ? launch_of(*plan.teams, layout)
-                              : plan.rows ? launch_of(gpu, *plan.rows, kGroupOutputBlocks)
-                                          : launch_of(gpu, *plan.planes, kGroupOutputBlocks));
-  write("group norm backward", gradients.teams ? launch_of(gradients.teams->input, layout)
+  write("group norm forward", plan.teams   ? launch_of(*plan.teams, layout)
+                              : plan.parts ? launch_of(*plan.parts, layout)
+                              : plan.rows  ? launch_of(gpu, *plan.rows, kGroupOutputBlocks)
+                                           : launch_of(gpu, *plan.planes, kGroupOutputBlocks));
+  write("group norm backward", gradients.teams   ? launch_of(gradients.teams->input, layout)
+                               : gradients.parts ? launch_of(gradients.parts->input, layout)
                                : gradients.rows
                                    ? launch_of(gpu, *gradients.rows, kGroupBackwardBlocks)
                                    : launch_of(gpu, *gradients.planes, kGroupBackwardBlocks));

@@ -36,6 +36,15 @@ Launch launch_of(const StridedPlan& plan, int64_t, int) {
   return launch;
 }
 
+Launch launch_of(const TilePlan& plan, int64_t, int) {
+  Launch launch{"tile", TilePlan::kWhy};
+  launch.blocks_x = plan.blocks;
+  launch.threads = plan.threads();
+  launch.most_threads = kMaxTileThreads;
+  launch.shared_bytes = plan.bytes + kTileStaticBytes;
+  return launch;
+}
+
 template <class Problem>
 void write(const Gpu& gpu, const Call& call, const char* op, const char* operands, bool masked,
            int streams) {
@@ -65,6 +74,7 @@ void write_softmax(const Gpu& gpu, int64_t rows, int64_t columns) {
   // Over the first of two dimensions.
   if (columns == 1) return;
   Softmax p{};
+  p.scale = 1;
   const Call call{rows, columns, Dtype::bfloat16, Alignment::vector};
   p.dtype = call.dtype;
   p.outer = 1;
@@ -74,6 +84,18 @@ void write_softmax(const Gpu& gpu, int64_t rows, int64_t columns) {
   const SoftmaxPlan plan = cuda::choose(p, call.alignment, gpu.device);
   plans::write(gpu, call, "softmax forward", "softmax over dim 0",
                launch_of(std::get<StridedPlan>(plan), 0, 1));
+  // Over the last one of a transposed matrix, which the op copies if its rows are long.
+  const bool copies = columns * static_cast<int64_t>(size_of(p.dtype)) > most_strided_bytes(rows);
+  p.outer = rows;
+  p.length = columns;
+  p.inner = p.inner_stride = 1;
+  p.stride = copies ? 1 : rows;
+  p.outer_stride = copies ? columns : 1;
+  std::visit(
+      [&](const auto& other) {
+        plans::write(gpu, call, "softmax forward", "transposed softmax", launch_of(other, rows, 1));
+      },
+      cuda::choose(p, call.alignment, gpu.device));
 }
 
 const Family kSoftmax(write_softmax);

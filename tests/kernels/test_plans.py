@@ -128,6 +128,9 @@ def test_choices(
     assert found == {kernel}
 
 
+WITHOUT_PIXELS = "channels without a spatial size"
+
+
 @pytest.mark.parametrize(
     ("gpu", "op", "operands", "alignment", "shape", "kernel"),
     [
@@ -141,6 +144,9 @@ def test_choices(
         ("H100", "norm backward", "layer_norm", "vector", (16384, 80), "stream"),
         ("H100", "batch norm forward", "adjacent channels", "vector", (4097, 80), "resident"),
         ("A100", "batch norm forward", "adjacent channels", "vector", (4097, 80), "rows"),
+        ("H100", "softmax forward", "transposed softmax", "vector", (18602, 1519), "tile"),
+        ("H100", "group norm backward", WITHOUT_PIXELS, "vector", (64, 312960), "parts"),
+        ("H100", "group norm backward", "planes of 64 channels", "vector", (64, 8192), "planes"),
     ],
 )
 def test_choices_of_other_families(

@@ -93,7 +93,7 @@ CHANNELS = (
         *("gradient over images, not pixels", "cuda", f"{BATCH_NORM}/sums.cuh"),
         "static_cast<double>(p.layout.outer) * static_cast<double>(p.layout.inner)",
         "static_cast<double>(p.layout.outer)",
-        *("bn_act", "gradient_values@float32", f"{BATCH_NORM}/backward.cu"),
+        *("bn_act", "gradient_values@float32", f"{BATCH_NORM}/backward_planes.cu"),
     ),
     Fault(
         *("last step of a reduction left out", "cuda", f"{GROUP_NORM}/backward_planes.cu"),

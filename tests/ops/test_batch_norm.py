@@ -53,6 +53,32 @@ def test_moves_the_running_statistics_as_torch(
         assert [t._version for t in (*running, *expected)] == versions
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((1, 1200, 2, 2), torch.float32),  # in vectors
+        ((3, 1025, 3, 1), torch.float32),  # in single elements
+        ((2, 2048, 8, 16), torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("training", [True, False])
+def test_many_channels_of_few_elements(
+    device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, training: bool
+) -> None:
+    x, grad = (drawn(device, *shape, dtype=dtype) for _ in range(2))
+    weight, bias, *running = vectors(device, shape[1])
+    given = [t.requires_grad_() for t in (x, weight, bias)]
+    wide = [t.detach().double().requires_grad_() for t in given]
+    others = [t.double() for t in running]
+    y = bn_act(*given, *running, act="silu", training=training)
+    expected = F.silu(batch_norm(wide[0], *others, *wide[1:], training))
+    found = (y, *torch.autograd.grad(y, given, grad), *running)
+    truth = (expected, *torch.autograd.grad(expected, wide, grad.double()), *others)
+    limit = 2e-4 if dtype == torch.float32 else 2e-2
+    for ours, theirs in zip(found, truth, strict=True):
+        assert (ours.double() - theirs).abs().max() < limit * theirs.abs().max()
+
+
 def torchs_norm(x: Tensor, bn: nn.BatchNorm2d) -> Tensor:
     return batch_norm(x, bn.running_mean, bn.running_var, bn.weight, bn.bias, training=True)
 

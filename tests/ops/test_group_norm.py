@@ -41,6 +41,46 @@ def test_the_layout_is_that_of_x(device: str, shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [
+        ((2, 2 * 40960), 2),  # 16-byte vectors, few samples
+        ((70, 40964), 1),  # in float16, vectors of 8 bytes; samples in several parts
+        ((3, 40001), 1),  # single elements
+        ((9, 700, 7, 7), 1),  # pixels
+        ((17, 6, 5462), 1),  # many pixels that are not whole vectors
+    ],
+)
+@pytest.mark.parametrize(
+    ("dtype", "act", "most"),
+    [("float32", "none", 2e-5), ("float16", "silu", 2e-3), ("bfloat16", "gelu", 1e-2)],
+)
+def test_groups_that_several_blocks_share(
+    device: str, shape: tuple[int, ...], groups: int, dtype: str, act: str, most: float
+) -> None:
+    if device == "cpu" and act != "none":
+        pytest.skip("the kernels of the CPU do not depend on the length of a group")
+    generator = torch.Generator(device).manual_seed(0)
+    x, grad = (
+        torch.randn(shape, generator=generator, device=device, dtype=torch.float64) + 1
+        for _ in range(2)
+    )
+    weight, bias = torch.randn(2, shape[1], generator=generator, device=device, dtype=torch.float64)
+    given = [t.to(getattr(torch, dtype)).requires_grad_() for t in (x, weight, bias)]
+    y = torchkiln.group_norm(given[0], groups, *given[1:], act=act)
+    found = torch.autograd.grad(y, given, grad.to(y.dtype))
+    truth = [t.detach().double().requires_grad_() for t in given]
+    z = F.group_norm(truth[0], groups, *truth[1:])
+    wide = z if act == "none" else getattr(F, act)(z)
+    expected = torch.autograd.grad(wide, truth, grad.to(y.dtype).double())
+    for ours, theirs in zip((y, *found), (wide, *expected), strict=True):
+        assert (ours.double() - theirs).abs().max() < most * theirs.abs().max()
+    again = torchkiln.group_norm(given[0], groups, *given[1:], act=act)
+    for one, other in zip(found, torch.autograd.grad(again, given, grad.to(y.dtype)), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_the_module_is_torchs() -> None:
     theirs = nn.GroupNorm(3, 12, eps=1e-3)
     nn.init.normal_(theirs.weight)

@@ -103,6 +103,37 @@ def test_large_offsets(device: torch.device, dtype: torch.dtype, op: Any, torchs
             torch.testing.assert_close(found.double(), expected, **tolerances(dtype))
 
 
+@every_op
+@every_dtype
+@pytest.mark.parametrize(
+    ("rows", "length"),
+    [(1, 5), (33, 2), (300, 24), (70000, 3), (77, 1519), (520, 2101), (9, 13001)],
+)
+def test_rows_whose_elements_are_not_adjacent(
+    device: torch.device, dtype: torch.dtype, rows: int, length: int, op: Any, torchs: Any
+) -> None:
+    """Tiles of several sizes, and rows that fit none."""
+    across = torch.randn(length, rows, device=device).to(dtype).t()
+    require_same(op, torchs, across, 1)
+    require_same(op, torchs, across, 1, scale=0.5)
+    along = torch.randn(rows, 2 * length, device=device).to(dtype)[:, ::2]
+    require_same(op, torchs, along, 1)
+    grad = torch.randn(length, rows, device=device).to(dtype).t()
+    found, expected = (
+        gradient(lambda t, f=f: f(t, 1), across, g)
+        for f, g in ((op, grad), (op, grad.contiguous()))
+    )
+    torch.testing.assert_close(found, expected, **tolerances(dtype))
+
+
+@pytest.mark.cuda
+def test_explain_says_which_rows_are_copied() -> None:
+    for rows, length, copies in ((9, 1024, False), (9, 1025, True), (512, 1025, False)):
+        x = torch.randn(length, rows, device="cuda").t()
+        notes = torchkiln.explain(torchkiln.softmax, x, 1).forward.notes
+        assert any("copied" in note for note in notes) == copies
+
+
 def test_half_precision_beyond_its_range(device: torch.device) -> None:
     """The product with the scale may leave float16's range."""
     x = torch.tensor([[60000.0, 58976.0, -60000.0]], device=device, dtype=torch.float16)

@@ -131,7 +131,8 @@ struct Backward {
       moved.y = moved_y;
       return kernel(moved).movedim(-1, at).contiguous();
     }
-    const SoftmaxView view = view_around(grad, at);
+    // Few elements take less time than a second kernel.
+    const SoftmaxView view = view_of_rows(grad, at, /*copies=*/grad.numel() >= 1 << 16);
     const auto saved = call.y->expect_contiguous();
     MaybeTensor kept;
     auto arguments = problem_of<SoftmaxBackward>(view, call.log, call, at, kept, grad);
@@ -239,7 +240,7 @@ struct Op : Schema<kLog> {
     }
     Tensor y = empty_contiguous(x);
     if (x.numel() == 0) return y;
-    const SoftmaxView view = view_around(x, at);
+    const SoftmaxView view = view_of_rows(x, at, /*copies=*/false);
     MaybeTensor kept;
     auto arguments = problem_of<Softmax>(view, kLog, call, at, kept, x);
     arguments.x = view.tensor->const_data_ptr();

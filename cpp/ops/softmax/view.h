@@ -43,6 +43,20 @@ inline SoftmaxView view_around(const at::Tensor& tensor, int64_t dim) {
           tensor.stride(dim),          inner->stride};
 }
 
+/// view_around() for kernels that write rows of adjacent elements. On CUDA, rows whose elements are
+/// not adjacent are copied first if they are long or if `copies` is true: it takes less time.
+inline SoftmaxView view_of_rows(const at::Tensor& tensor, int64_t dim, bool copies) {
+  SoftmaxView view = view_around(tensor, dim);
+  const int64_t bytes = view.length * static_cast<int64_t>(tensor.itemsize());
+  if (!tensor.is_cuda() || view.inner != 1 || view.stride == 1 || view.length == 1) return view;
+  if (!copies && bytes <= most_strided_bytes(view.outer)) return view;
+  trace::note("copied: the elements of a row of ", bytes, " bytes lie ", view.stride, " apart");
+  at::Tensor copy = tensor.contiguous();
+  view = view_around(copy, dim);
+  view.tensor = MaybeCopy::owned(std::move(copy));
+  return view;
+}
+
 /// Whether dimension `dim` has dimensions of size > 1 after it.
 inline bool has_inner(const at::Tensor& tensor, int64_t dim) {
   for (int64_t d = dim + 1; d < tensor.dim(); ++d) {

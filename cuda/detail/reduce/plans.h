@@ -6,6 +6,7 @@
 //   columns::Plan   sums over the rows of a matrix, as of the gradient of a bias: columns.cuh
 //   rows::Plan      one sum for each row: rows.cuh
 
+#include <algorithm>
 #include <cstddef>
 
 #include "torchkiln/device/alignment.h"
@@ -110,6 +111,8 @@ inline constexpr int kPackedRows = 8;
 inline constexpr int kTileBytes = 16 * 1024;
 // Longest row of a staged tile of 16 KiB: at least 16 of 256 threads sum it.
 inline constexpr int kStagedRowBytes = kTileBytes / 16;
+// Smallest staged tile: a quarter of the threads load a vector.
+inline constexpr int kFewestTileBytes = 1024;
 // Bytes of a row per thread if there are many rows: its loads are all in flight together. Longer
 // shares per thread would let some SMs finish their last rows late.
 inline constexpr int kThreadRowBytes = kLoads * kVectorBytes;
@@ -128,6 +131,7 @@ struct Plan {
   int threads = kThreads;  // per block
   int64_t parts = 1;       // per row
   int64_t part_length = 0;
+  int64_t tile = 0;  // staged rows of a block
 };
 
 /// A grid [outer, inner] of rows, with a stride of `in` along each dimension.
@@ -157,6 +161,15 @@ struct Shape {
   }
 };
 
+/// Rows of a staged tile: at most kTileBytes, and fewer if the blocks would not fill the GPU. A
+/// multiple of eight rows gives all tiles the same offset from a 16-byte boundary.
+inline int64_t rows_of_tile(const Shape& shape, const Device& device) {
+  const int64_t bytes = shape.length * shape.size_of_element;
+  const int64_t blocks = int64_t{device.multiprocessors} * kBlocksPerMultiprocessor;
+  const int64_t least = std::max(ceil_div(shape.count(), blocks), kFewestTileBytes / bytes);
+  return std::min(kTileBytes / bytes / 8, ceil_div(least, 8)) * 8;
+}
+
 inline Plan make_plan(const Shape& shape, const Device& device) {
   const int64_t multiprocessors = device.multiprocessors;
   const int64_t bytes = shape.length * shape.size_of_element;
@@ -164,7 +177,8 @@ inline Plan make_plan(const Shape& shape, const Device& device) {
   const bool packs = shape.in_vectors() && bytes <= kWarpLanes * kVectorBytes;
   const bool many = shape.count() >= multiprocessors * kPackedRows * 8;
   if (packs && (many || !shape.is_dense())) return {Kind::packed_vectors};
-  if (shape.is_dense() && bytes <= kStagedRowBytes) return {Kind::staged};
+  if (shape.is_dense() && bytes <= kStagedRowBytes)
+    return {Kind::staged, kThreads, 1, 0, rows_of_tile(shape, device)};
   if (shape.length <= kWarpLanes) return {Kind::packed_elements};
   const bool warps_fill = shape.count() >= multiprocessors * 32;
   if (bytes <= kBlockRowBytes || (warps_fill && bytes <= kWarpLanes * kThreadRowBytes))

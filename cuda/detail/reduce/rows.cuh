@@ -53,12 +53,10 @@ Status launch(const Shape& shape, const Plan& plan, Allocate allocate, const Res
       return queue(packed<T, C, 1>, grid, plan.threads, stream, rows, team, result);
     }
     case Kind::staged: {
-      // A multiple of eight rows gives all tiles the same offset from a 16-byte boundary.
-      const int64_t tile = kTileBytes / (shape.length * shape.size_of_element) / 8 * 8;
-      const int64_t threads_per_row = kThreads / tile;
+      const int64_t threads_per_row = kThreads / plan.tile;
       const int team = threads_per_row < 2 ? 1 : power_of_two_from(threads_per_row / 2 + 1);
-      return queue(staged<T, C>, ceil_div(count, tile), plan.threads, stream, rows,
-                   static_cast<int>(tile), team, result);
+      return queue(staged<T, C>, ceil_div(count, plan.tile), plan.threads, stream, rows,
+                   static_cast<int>(plan.tile), team, result);
     }
     case Kind::warp_per_row: {
       const int64_t grid = ceil_div(count, kThreads / kWarpLanes);

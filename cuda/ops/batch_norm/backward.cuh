@@ -3,6 +3,7 @@
 // The kernels of the backward: partial sums of each channel, and the gradient of x.
 
 #include "factors.cuh"
+#include "sums.cuh"
 
 namespace torchkiln::cuda {
 
@@ -112,6 +113,7 @@ __device__ __forceinline__ void add_gradients(const BatchNormBackward& p,
   }
 }
 
+/// `partial`: [parts, 2, columns]; null if the blocks have whole channels, whose sums they finish.
 template <class Access, class Act>
 __global__ void __launch_bounds__(kChannelThreads, kBackwardBlocks)
     part_sums(BatchNormBackward p, ChannelPlan plan, Act act, typename Access::C* partial) {
@@ -129,9 +131,13 @@ __global__ void __launch_bounds__(kChannelThreads, kBackwardBlocks)
   C sums[2][kLanes] = {};
   reader.each(
       [&](const auto& item, int64_t at) { add_gradients(p, factors, act, item, at, sums); });
-  if (partial == nullptr) return;
+  if (!p.needs_sums()) return;
   C* const to = partial + int64_t{blockIdx.y} * 2 * plan.columns;
   add_threads<Access>(plan, sums, [&](int64_t column, const C(&total)[2]) {
+    if (partial == nullptr) {
+      const double totals[] = {static_cast<double>(total[0]), static_cast<double>(total[1])};
+      return finish_sums<C>(p, column, totals);
+    }
     to[column] = total[0];
     to[plan.columns + column] = total[1];
   });
@@ -202,8 +208,12 @@ Status launch_sums(const BatchNormBackward& p, const ChannelPass& pass, Allocate
       p, pass, [&](auto access, auto act, const Grid& grid) {
         using Access = decltype(access);
         using C = typename Access::C;
+        // With several waves of blocks, the last steps of each block would take longer than a
+        // kernel.
+        const bool finishes = plan.parts == 1 && plan.columns == p.layout.channels &&
+                              plan.tiles <= current_device().multiprocessors * kBackwardBlocks;
         C* partial = nullptr;
-        if (p.needs_sums()) {
+        if (p.needs_sums() && !finishes) {
           const auto sums = static_cast<size_t>(plan.parts * plan.columns) * 2;
           partial = static_cast<C*>(allocate(sums * sizeof(C)));
         }

@@ -41,6 +41,10 @@ inline constexpr int kRingBytes = 64 * 1024;
 inline constexpr int64_t kLargePlane = 256;
 inline constexpr int64_t kFewestFolded = 32;
 inline constexpr int64_t kFewestLargeFolded = 128;
+/// Planes are also folded where many channels have so few elements that a block for each would have
+/// at most one per thread.
+inline constexpr int64_t kShortChannel = kChannelThreads;
+inline constexpr int64_t kManyChannels = 1024;
 
 /// Shared memory of a block with both passes: an SM of 9.0 has room for two blocks of 113 KiB, and
 /// 1 KiB more for the system in each. The threads' sums have their own part, since the rows stay.
@@ -77,9 +81,11 @@ struct ChannelPass {
 /// Whether the planes are read as rows of all channels.
 inline bool folds_planes(const ChannelLayout& layout) {
   const int64_t columns = layout.channels * layout.inner;
+  if (layout.inner == 1 || columns > INT32_MAX) return false;
+  if (layout.outer * layout.inner <= kShortChannel && layout.channels >= kManyChannels) return true;
   const bool is_large = layout.inner % kChannelLanes == 0 && layout.inner >= kLargePlane;
-  return layout.inner > 1 && layout.outer >= (is_large ? kFewestLargeFolded : kFewestFolded) &&
-         columns <= INT32_MAX && columns % kChannelLanes == 0;
+  return layout.outer >= (is_large ? kFewestLargeFolded : kFewestFolded) &&
+         columns % kChannelLanes == 0;
 }
 
 /// A plan for blocks that are resident together, `blocks` per SM.

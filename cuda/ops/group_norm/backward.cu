@@ -3,8 +3,11 @@
 //
 //   plan     sums                         grad_x                         when
 //   teams    sample_sums, add_elements,   team_input_gradients,          as forward.cu; 64 elements
-//            backward_teams.cu; grad_x    backward_teams.cu              of a channel at most, or
-//            does not need them                                          16 samples at least
+//            samples.cuh; grad_x does     backward_teams.cu              of a channel at most, or
+//            not need them                                               16 samples at least
+//   parts    sample_sums (of groups,      part_input_gradients,          as forward.cu; 64 elements
+//            too), add_elements,          backward_parts.cu              of a channel at most, or
+//            samples.cuh                                                 16 samples at least
 //   planes   plane_sums,                  plane_input_gradients,         channels are planes of
 //            backward_planes.cu           backward_planes.cu             adjacent elements
 //   rows     row_sums, backward_rows.cu   row_input_gradients,           channels_last: adjacent
@@ -94,6 +97,7 @@ Status group_norm_backward(const GroupNormBackward& p, Allocate allocate, CUstre
   if (groups > kMaxGridX) return {"too many groups for one launch"};
   const GroupNormBackwardPlan plan = choose(p, current_device());
   if (plan.teams) return group_norm_backward_by_teams(p, *plan.teams, allocate, stream);
+  if (plan.parts) return group_norm_backward_by_parts(p, *plan.parts, allocate, stream);
   GroupParts parts{};
   Status status = plan.rows ? group_sums_of_rows(p, *plan.rows, allocate, stream, parts)
                             : group_sums_of_planes(p, *plan.planes, allocate, stream, parts);

@@ -3,7 +3,7 @@
 // Selects the kernels of group norm and how the elements are shared among their blocks: forward.cu
 // and backward.cu have the tables. Includes no header of CUDA.
 
-#include "choose_teams.h"
+#include "choose_parts.h"
 #include "ops/batch_norm/choose.h"
 #include "torchkiln/kernels/group_norm.h"
 
@@ -87,10 +87,12 @@ inline int merge_threads(int64_t moments) {
   return threads;
 }
 
-/// The kernels of a forward: `teams`; or `moments` and their merge, and for y `planes` or `rows`.
+/// The kernels of a forward: `teams`; or `moments` and their merge, and for y `parts`, `planes` or
+/// `rows`.
 struct GroupNormPlan {
   std::optional<GroupTeamPlan> teams;
-  ChannelPass moments;  // for planes: of groups as channels of batch norm
+  ChannelPass moments;  // but for rows: of groups as channels of batch norm
+  std::optional<GroupPartPlan> parts;
   std::optional<PlanePass> planes;
   std::optional<ChannelPass> rows;
 };
@@ -100,20 +102,23 @@ inline GroupNormPlan choose(const GroupNorm& p, const Device& device) {
   plan.teams = choose_teams(p, device);
   if (plan.teams) return plan;
   const auto tensors = {p.x, static_cast<const void*>(p.y)};
-  if (p.layout.channels_last) {
+  plan.parts = choose_parts(p, device);
+  if (p.layout.channels_last && !plan.parts) {
     plan.moments = make_sample_pass(p.dtype, p.layout, {p.x}, kMomentBlocks, device);
     plan.rows = make_sample_pass(p.dtype, p.layout, tensors, kGroupOutputBlocks, device);
   } else {
     const ChannelLayout groups{1, p.layout.all_groups(), p.layout.count()};
     plan.moments = make_channel_pass(p.dtype, groups, {p.x}, kMomentBlocks, device);
+    if (plan.parts) return plan;
     plan.planes = make_plane_pass(p.dtype, p.layout, tensors, kGroupOutputBlocks, device);
   }
   return plan;
 }
 
-/// The kernels of a backward, for sums and for grad_x: `teams`, `planes` or `rows`.
+/// The kernels of a backward, for sums and for grad_x: `teams`, `parts`, `planes` or `rows`.
 struct GroupNormBackwardPlan {
   std::optional<GroupTeamsPlan> teams;
+  std::optional<GroupPartsPlan> parts;
   std::optional<PlanePass> planes;
   std::optional<ChannelPass> rows;
 };
@@ -122,6 +127,8 @@ inline GroupNormBackwardPlan choose(const GroupNormBackward& p, const Device& de
   GroupNormBackwardPlan plan{};
   plan.teams = choose_teams(p, device);
   if (plan.teams) return plan;
+  plan.parts = choose_parts(p, device);
+  if (plan.parts) return plan;
   const auto tensors = {p.grad, p.x, static_cast<const void*>(p.grad_x)};
   if (p.layout.channels_last) {
     plan.rows = make_sample_pass(p.dtype, p.layout, tensors, kGroupBackwardBlocks, device);

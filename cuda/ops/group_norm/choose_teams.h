@@ -19,8 +19,13 @@ struct GroupTeamPlan {
 /// Gradients of weight and bias from sums over samples.
 struct GroupSamplesPlan {
   int lanes;
-  int64_t tiles;  // of the elements of a sample
-  int64_t parts;  // of the samples
+  int rows;               // samples that a block reads at a time, a warp each
+  int64_t span;           // elements of a sample, or of a group, that have their own tiles
+  int64_t spans;          // of a sample
+  int64_t tiles_of_span;  // a warp's width of vectors each
+  int64_t parts;          // of the samples
+
+  int64_t tiles() const { return spans * tiles_of_span; }
 };
 
 struct GroupTeamsPlan {
@@ -60,22 +65,27 @@ inline std::optional<GroupTeamPlan> choose_teams(const GroupNorm& p, const Devic
   return plan_group_teams(p.layout, p.dtype, {p.x, p.y, p.weight, p.bias}, device);
 }
 
+inline GroupSamplesPlan plan_samples(const GroupLayout& layout, int64_t span, int lanes, int rows,
+                                     const Device& device) {
+  constexpr int64_t kSamplesOfThread = 8;  // at least
+  constexpr int kBlocks = 4;               // per multiprocessor
+  GroupSamplesPlan plan{lanes, rows, span, layout.channels * layout.inner / span, 0, 0};
+  plan.tiles_of_span = ceil_div(span, int64_t{kWarpLanes} * lanes);
+  const int64_t most = std::max<int64_t>(1, layout.batch / (rows * kSamplesOfThread));
+  const int64_t fills = ceil_div(int64_t{device.multiprocessors} * kBlocks, plan.tiles());
+  plan.parts = std::clamp<int64_t>(fills, 1, std::min<int64_t>(most, 65535));
+  return plan;
+}
+
 inline std::optional<GroupTeamsPlan> choose_teams(const GroupNormBackward& p,
                                                   const Device& device) {
   if (p.layout.inner > kMostSampleElements && p.layout.batch < kFewestSamples) return std::nullopt;
   const auto input =
       plan_group_teams(p.layout, p.dtype, {p.grad, p.x, p.grad_x, p.weight, p.bias}, device);
   if (!input) return std::nullopt;
-  constexpr int kRows = kSampleThreads / kWarpLanes;
-  constexpr int64_t kSamplesOfThread = 8;  // at least
-  constexpr int kBlocks = 4;               // per multiprocessor
-  const int64_t elements = p.layout.channels * p.layout.inner;
   const int lanes = input->in_vectors ? vector_lanes(p.dtype) : 1;
-  const int64_t tiles = ceil_div(elements, int64_t{kWarpLanes} * lanes);
-  const int64_t most = std::max<int64_t>(1, p.layout.batch / (kRows * kSamplesOfThread));
-  const int64_t fills = ceil_div(int64_t{device.multiprocessors} * kBlocks, tiles);
-  return GroupTeamsPlan{
-      *input, {lanes, tiles, std::clamp<int64_t>(fills, 1, std::min<int64_t>(most, 65535))}};
+  return GroupTeamsPlan{*input, plan_samples(p.layout, p.layout.channels * p.layout.inner, lanes,
+                                             kSampleThreads / kWarpLanes, device)};
 }
 
 }  // namespace torchkiln::cuda

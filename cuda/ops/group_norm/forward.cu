@@ -4,8 +4,12 @@
 //   plan     moments and merge                     y                   when
 //   teams    none: team_outputs, forward_teams.cu, computes both       groups are adjacent and up
 //                                                                      to 64 KiB
-//   planes   those of batch norm: a group is       plane_outputs,      channels are planes of
-//            adjacent in memory, as a channel is   forward_planes.cu   adjacent elements
+//   parts    those of batch norm: a group is       part_outputs,       longer groups, with up to 64
+//            adjacent in memory, as a channel is   forward_parts.cu    elements of a channel or
+//            with
+//                                                                      no vectors of planes
+//   planes   as parts                              plane_outputs,      channels are planes of
+//                                                  forward_planes.cu   adjacent elements
 //   rows     row_moments, merge_group,             row_outputs,        channels_last: adjacent
 //            forward_rows.cu                       forward_rows.cu     channels
 //
@@ -39,6 +43,7 @@ Status group_norm(const GroupNorm& p, Allocate allocate, CUstream_st* stream) {
   const Status status = plan.rows ? group_statistics_of_rows(p, plan.moments, allocate, stream)
                                   : statistics_of_planes(p, plan.moments, allocate, stream);
   if (!status.ok()) return status;
+  if (plan.parts) return group_outputs_of_parts(p, *plan.parts, stream);
   return plan.rows ? group_outputs_of_rows(p, *plan.rows, stream)
                    : group_outputs_of_planes(p, *plan.planes, stream);
 }

@@ -24,6 +24,12 @@ Status group_norm_by_teams(const GroupNorm& p, const GroupTeamPlan& plan, CUstre
 Status group_norm_backward_by_teams(const GroupNormBackward& p, const GroupTeamsPlan& plan,
                                     Allocate allocate, CUstream_st* stream);
 
+/// Groups that several blocks share: y from the statistics (forward_parts.cu), and all gradients
+/// (backward_parts.cu).
+Status group_outputs_of_parts(const GroupNorm& p, const GroupPartPlan& plan, CUstream_st* stream);
+Status group_norm_backward_by_parts(const GroupNormBackward& p, const GroupPartsPlan& plan,
+                                    Allocate allocate, CUstream_st* stream);
+
 /// Computes y from the statistics, for planes of adjacent elements.
 Status group_outputs_of_planes(const GroupNorm& p, const PlanePass& pass, CUstream_st* stream);
 

@@ -88,6 +88,13 @@ __device__ __forceinline__ void set_factors(C low, C rstd, const C (&weight)[N],
   }
 }
 
+/// Vectors of a tensor that a thread loads before it uses the first one: 32 bytes, and less where
+/// the code of all activations is repeated for each of them.
+template <class Vector, class Act>
+inline constexpr int kVectorsInFlight =
+    Act::kIsFixed ? std::clamp(32 / static_cast<int>(sizeof(Vector)), 2, 8)
+                  : std::clamp(16 / static_cast<int>(sizeof(Vector)), 1, 4);
+
 /// Calls body(k) for each item of a tile. With an activation that is selected at run time, the body
 /// is compiled once, not for every item; the items are then in local memory.
 template <class Act, int kItems, class Body>

@@ -29,6 +29,16 @@ inline constexpr int kMaxStridedDepth = 32;
 inline constexpr int64_t kDeepLength = 1024;
 inline constexpr int64_t kShallowLength = 64;
 
+// A tile is adjacent rows in shared memory, whose elements are not adjacent in x.
+inline constexpr int kMaxTileThreads = 512;
+inline constexpr int kMaxTileRows = 256;
+/// Fewest rows: of float32, they fill the 32 bytes of a memory access.
+inline constexpr int kMinTileRows = 8;
+/// Most bytes of a tile with more rows: an SM of 9.0 holds two blocks.
+inline constexpr int kTwoTilesBytes = 96 * 1024;
+/// Most bytes of the tile's static shared memory, for two numbers of each row and one of a thread.
+inline constexpr int kTileStaticBytes = (kMaxTileThreads + 2 * kMaxTileRows) * 8;
+
 /// Rows in the registers of teams. `masked`: by a kernel with a mask, which also takes any scale.
 struct RegistersPlan {
   static constexpr const char* kWhy = "A team of threads holds the row: each element is read once.";
@@ -54,7 +64,21 @@ struct StridedPlan {
   int depth;
 };
 
-using SoftmaxPlan = std::variant<RegistersPlan, PartsPlan, StridedPlan>;
+/// The same rows, if they are adjacent in y and a tile of them fits shared memory; not for
+/// gradients.
+struct TilePlan {
+  static constexpr const char* kWhy =
+      "Elements are not adjacent: a tile of rows in shared memory is read once.";
+  int64_t blocks;
+  int rows;   // of a tile
+  int depth;  // threads of a row
+  int pitch;  // elements from a row of the tile to the next one
+  int bytes;  // of the tile
+
+  TORCHKILN_HOST_DEVICE int threads() const { return rows * depth; }
+};
+
+using SoftmaxPlan = std::variant<RegistersPlan, PartsPlan, StridedPlan, TilePlan>;
 
 /// Scaling must keep the order of numbers, and -infinity, in kernels without a mask.
 inline bool keeps_order(double scale) { return scale > 1e-30 && scale < 1e30; }
@@ -89,7 +113,32 @@ SoftmaxPlan choose_rows(const Problem& p, Alignment alignment, int streams, bool
       alignment, takes_mask};
 }
 
+inline std::optional<TilePlan> make_tile_plan(const Softmax& p, const Device& device) {
+  const int64_t size = static_cast<int64_t>(size_of(p.dtype));
+  if (p.inner != 1 || p.stride == 1 || p.length == 1 || p.mask.any() ||
+      p.length * size > most_strided_bytes(p.outer))
+    return std::nullopt;
+  const auto length = static_cast<int>(p.length);
+  TilePlan plan{0, kStridedColumns, 1, 0, 0};
+  // An odd number of 4-byte words: the rows of adjacent threads are in different banks.
+  plan.pitch = size == 2 ? (length + 1) / 4 * 4 + 2 : length | 1;
+  constexpr int kElements = 8;  // of a thread, at least
+  while (plan.threads() < kMaxTileThreads && 2 * plan.depth * kElements <= length) plan.depth *= 2;
+  while (plan.threads() < kMaxTileThreads / 2) plan.rows *= 2;
+  const auto bytes = [&] { return plan.rows * plan.pitch * static_cast<int>(size); };
+  while (plan.rows > kMinTileRows &&
+         (bytes() > kTwoTilesBytes || ceil_div(p.outer, plan.rows) < device.multiprocessors)) {
+    plan.rows /= 2;
+    plan.depth *= 2;
+  }
+  plan.blocks = ceil_div(p.outer, plan.rows);
+  plan.bytes = bytes();
+  if (plan.bytes + kTileStaticBytes > device.shared_bytes) return std::nullopt;
+  return plan;
+}
+
 inline SoftmaxPlan choose(const Softmax& p, Alignment alignment, const Device& device) {
+  if (const auto tiles = make_tile_plan(p, device)) return *tiles;
   return choose_rows(p, alignment, 1, p.mask.any() || !keeps_order(p.scale), device);
 }
 

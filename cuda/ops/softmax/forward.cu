@@ -5,6 +5,8 @@
 //                                   a warp, a block of up to 512 threads, or a cluster on 9.0
 //   parts       rows_in_parts       adjacent elements, longer rows: read twice, the second time
 //                                   from the L2 cache (detail/rowwise/parts.cuh)
+//   tile        softmax_tile        elements that are not adjacent in x but in y, without a mask:
+//                                   adjacent rows in shared memory (tile.cuh)
 //   columns     softmax_columns     elements that are not adjacent, read three times (strided.cuh)
 //
 // choose.h makes the plan of both directions, rows.cuh launches it. Gradients: backward.cu.

@@ -4,7 +4,7 @@
 
 #include "detail/rowwise/parts.cuh"
 #include "detail/rowwise/tile.cuh"
-#include "strided.cuh"
+#include "tile.cuh"
 
 namespace torchkiln::cuda {
 namespace {
@@ -110,6 +110,14 @@ struct Launcher {
     return with_flags(p.log, false, [&](auto log, auto) {
       return launch_overlapped(columns(TypeTag<T>{}, log), grid, stream, p);
     });
+  }
+
+  Status operator()(const TilePlan& plan) const {
+    if constexpr (std::is_same_v<Problem, Softmax>) {
+      return with_flags(p.log, false,
+                        [&](auto log, auto) { return launch_tiles<T, log>(p, plan, stream); });
+    }
+    return {"gradients have no tiles"};
   }
 };
 

@@ -123,7 +123,7 @@ struct BatchNormBackward {
   void* workspace;  // as in BatchNorm
 
   /// Whether the sums over the channels are needed.
-  bool needs_sums() const {
+  TORCHKILN_FUNCTION bool needs_sums() const {
     return grad_weight != nullptr || grad_bias != nullptr || coefficients != nullptr;
   }
   /// Whether grad_residual holds g exactly, because each g is the incoming gradient or 0.

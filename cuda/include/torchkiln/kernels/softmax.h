@@ -19,6 +19,10 @@ struct RowMask {
   bool any() const { return data != nullptr || causal; }
 };
 
+/// Longest rows, in bytes, whose elements need not be adjacent for a CUDA kernel to be fast: a
+/// block has at least 8 of them, so few long ones leave SMs idle.
+constexpr int64_t most_strided_bytes(int64_t rows) { return rows < 512 ? 4 * 1024 : 24 * 1024; }
+
 /// y = softmax(x * scale), or its logarithm, over the middle dimension of [outer, length, inner].
 struct Softmax {
   const void* x;

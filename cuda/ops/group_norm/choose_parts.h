@@ -1,0 +1,66 @@
+#pragma once
+
+// Plans for groups that no team holds, whose elements are adjacent in memory: several blocks have a
+// part of a group each. Includes no header of CUDA.
+
+#include "choose_teams.h"
+#include "detail/reduce/plans.h"
+
+namespace torchkiln::cuda {
+
+inline constexpr int kGroupPartThreads = 256;
+inline constexpr int kGroupPartBlocks = 3;  // per SM
+/// Fewest bytes of a part: a block adds the sums of its group before it reads its part.
+inline constexpr int64_t kFewestPartBytes = 16 * 1024;
+
+/// How a group is shared among blocks.
+struct GroupPartPlan {
+  int lanes;       // of a vector
+  int64_t parts;   // of a group
+  int64_t length;  // elements of a part
+};
+
+/// Parts for grad_x, and sums over samples for the other gradients and for the groups.
+struct GroupPartsPlan {
+  GroupPartPlan input;
+  GroupSamplesPlan parameters;
+};
+
+/// Channels of more than kMostSampleElements are read as planes, unless only vectors of the group
+/// are possible.
+inline std::optional<GroupPartPlan> plan_group_parts(const GroupLayout& layout, Dtype dtype,
+                                                     std::initializer_list<const void*> tensors,
+                                                     const Device& device) {
+  if (layout.channels_last && layout.inner > 1) return std::nullopt;
+  if (layout.channels * layout.inner > INT32_MAX) return std::nullopt;
+  const int64_t count = layout.count();
+  int lanes = vector_lanes(dtype);
+  for (const void* tensor : tensors) lanes = std::min(lanes, widest_lanes(tensor, dtype, {count}));
+  // Vectors of 4 or 8 elements in half precision, and of 16 bytes in others.
+  if (lanes < 4 && lanes < vector_lanes(dtype)) lanes = 1;
+  const bool has_planes = lanes == 1 || layout.inner % 8 == 0;
+  if (layout.inner > kMostSampleElements && has_planes) return std::nullopt;
+  const int64_t wave = int64_t{device.multiprocessors} * kGroupPartBlocks;
+  const int64_t most = ceil_div(count * static_cast<int64_t>(size_of(dtype)), kFewestPartBytes);
+  const int64_t parts = reduce::parts_filling_waves(layout.all_groups(), most, wave);
+  const int64_t step = int64_t{kWarpLanes} * lanes;
+  const int64_t length = ceil_div(ceil_div(count, parts), step) * step;
+  return GroupPartPlan{lanes, ceil_div(count, length), length};
+}
+
+inline std::optional<GroupPartPlan> choose_parts(const GroupNorm& p, const Device& device) {
+  return plan_group_parts(p.layout, p.dtype, {p.x, p.y}, device);
+}
+
+inline std::optional<GroupPartsPlan> choose_parts(const GroupNormBackward& p,
+                                                  const Device& device) {
+  if (p.layout.inner > kMostSampleElements && p.layout.batch < kFewestSamples) return std::nullopt;
+  const auto input = plan_group_parts(p.layout, p.dtype, {p.grad, p.x, p.grad_x}, device);
+  if (!input) return std::nullopt;
+  int rows = 1;  // few samples leave the other warps of a block to more tiles
+  while (rows < kSampleThreads / kWarpLanes && rows < p.layout.batch) rows *= 2;
+  return GroupPartsPlan{*input,
+                        plan_samples(p.layout, p.layout.count(), input->lanes, rows, device)};
+}
+
+}  // namespace torchkiln::cuda
