@@ -8,7 +8,9 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from torchkiln.bench import __main__ as command
 from torchkiln.bench import draws, fuzz
 from torchkiln.testing import SPECS, Sample
 from torchkiln.testing.specs.pointwise import MULADD
+from torchkiln.testing.specs.spmm import SPMM_CSR
 
 CPU = torch.device("cpu")
 
@@ -168,6 +171,14 @@ def test_an_error_of_a_draw_is_a_failure() -> None:
 
     run = fuzz.fuzz([replace(MULADD, bench=bench)], CPU, count=1, seed=1)
     assert run.failed == {"1:0": "ZeroDivisionError: no sample"}
+
+
+def test_a_drawn_sparse_matrix_has_no_entry_twice() -> None:
+    for seed in range(20):
+        sample = SPMM_CSR.drawn(CPU, torch.float32, Random(seed), 1 << 12)  # type: ignore[misc]
+        crow, col = sample.kwargs["crow"], sample.kwargs["col"]
+        sample.substitute(0, sample.args[0]).call(partial(SPMM_CSR.op, check=True))
+        assert crow[-1] == col.numel() == sample.args[0].numel() > 0
 
 
 def test_no_time_left_is_said() -> None:
