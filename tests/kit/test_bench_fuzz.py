@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchkiln
 from torchkiln.bench import __main__ as command
@@ -171,6 +172,22 @@ def test_an_error_of_a_draw_is_a_failure() -> None:
 
     run = fuzz.fuzz([replace(MULADD, bench=bench)], CPU, count=1, seed=1)
     assert run.failed == {"1:0": "ZeroDivisionError: no sample"}
+
+
+@pytest.mark.parametrize("shape", [(2404751, 3), (3, 1 << 13), (1 << 27, 1), (1, 1 << 27)])
+def test_no_tensor_of_a_draw_is_larger_than_the_limit(shape: tuple[int, int]) -> None:
+    """On a GPU; fake tensors need neither the GPU nor memory."""
+    cuda, most = torch.device("cuda"), draws.MOST_BYTES
+    for spec in SPECS:
+        if spec.drawn is not None:
+            continue
+        wanted = (shape[0], min(shape[1], 1 << 13)) if spec.threads_matter else shape
+        found = draws.fitting(spec, cuda, torch.float16, wanted, most)
+        with FakeTensorMode():
+            sizes = [spec.bench(cuda, torch.float16, one) for one in (found, wanted)]
+        largest, before = (max(t.nbytes for t in one.tensors) for one in sizes)
+        assert largest <= most
+        assert found == wanted or before > most
 
 
 def test_a_drawn_sparse_matrix_has_no_entry_twice() -> None:
