@@ -316,6 +316,51 @@ def test_one_row_longer_than_all_others(device: torch.device, dtype: torch.dtype
     torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
 
 
+PATTERNS = {
+    "few entries": (27, 42, 108),
+    "tall": (3223, 24, 20000),
+    "flat": (5, 2000, 6000),
+    "one long row": (60, 2000, 2500),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", [2, 6, 12, 37, 130, 422, 1100])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_rows_of_any_width(device: torch.device, name: str, width: int, dtype: torch.dtype) -> None:
+    """Vectors of all sizes, several warps per row, and columns with so many entries that they are
+    split; the product and both gradients.
+    """
+    rows, columns, entries = PATTERNS[name]
+    torch.manual_seed(width)
+    places = torch.randint(rows * columns, (entries,), device=device)
+    if name == "one long row":
+        places[500:] %= columns
+    places = places.unique()
+    row, col = places // columns, places % columns
+    crow = torch.searchsorted(row, torch.arange(rows + 1, device=device))
+    values, b, grad = (
+        torch.randn(shape, device=device).to(dtype)
+        for shape in ((col.numel(),), (columns, width), (rows, width))
+    )
+    if name == "few entries":  # what lies beyond a row is not read
+        b, grad = (torch.nn.functional.pad(t, (0, 8), value=torch.nan)[:, :-8] for t in (b, grad))
+    leaves = values.requires_grad_(), b.requires_grad_()
+    y = torchkiln.spmm((crow, col, values), b)
+    found = (y.detach(), *torch.autograd.grad(y, leaves, grad))
+    wide = values.detach().double(), b.detach().double(), grad.double()
+
+    def truth(values: Tensor, b: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        full = values.new_zeros(rows, columns).index_put((row, col), values)
+        return full @ b, (grad @ b.T)[row, col], full.T @ grad
+
+    tolerance = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
+    sizes = truth(*(tensor.abs() for tensor in wide))
+    for one, expected, size in zip(found, truth(*wide), sizes, strict=True):
+        least = torch.finfo(dtype).tiny
+        assert bool(((one.double() - expected).abs() <= tolerance * size + least).all())
+
+
 def test_a_shared_matrix_is_not_copied(device: torch.device) -> None:
     """Neither is a pattern that a batch shares: expanded tensors are read in place."""
     crow, col, values = matrix(12, 6, device)

@@ -36,15 +36,28 @@ struct Plan {
   int64_t tiles;
 };
 
+/// Chunks of the usual size. Few long rows, as those of the transpose of a tall matrix, get smaller
+/// ones: their warps alone would leave most of the GPU idle.
+Chunks chunks_for(const CsrPattern& pattern, int64_t tiles) {
+  constexpr int64_t kUsual = 512;  // fewer entries take less time than the search for their rows
+  constexpr int64_t kLeast = 128;
+  constexpr int64_t kWarps = 4096;  // about what a GPU runs at a time
+  if (4 * pattern.rows * tiles >= kWarps || pattern.entries <= 2 * kLeast * pattern.rows)
+    return make_chunks(pattern, kUsual);
+  int64_t size = kLeast;
+  while (size < kUsual && size * kWarps < pattern.entries * tiles) size *= 2;
+  return {size, ceil_div(pattern.entries, size)};
+}
+
 Plan make_plan(const Spmm& p, int vector) {
   Plan plan{};
-  plan.units.chunks = make_chunks(p.pattern);
   const int64_t vectors = ceil_div(p.width, vector);
   while (plan.lanes_log2 < 5 && 1 << plan.lanes_log2 < vectors) ++plan.lanes_log2;
   plan.tiles = ceil_div(vectors, 1 << plan.lanes_log2);
   // One warp per row if a split still has a few entries: rows of different lengths then do not wait
   // for each other.
   const int64_t mean = p.pattern.entries / p.pattern.rows;
+  plan.units.chunks = chunks_for(p.pattern, plan.tiles);
   int splits_log2 = 0;
   while (plan.lanes_log2 + splits_log2 < 5 && 4 << splits_log2 <= mean) ++splits_log2;
   plan.units.group_log2 = plan.lanes_log2 + splits_log2;
@@ -52,8 +65,9 @@ Plan make_plan(const Spmm& p, int vector) {
   return plan;
 }
 
-bool reads_vectors(const Spmm& p) {
-  return in_vectors(p.dense, p.width, p.dtype) && in_vectors({p.out, p.width, 0}, p.width, p.dtype);
+int lanes_of(const Spmm& p) {
+  return min(sparse::lanes_of(p.dense, p.width, p.dtype),
+             sparse::lanes_of({p.out, p.width, 0}, p.width, p.dtype));
 }
 
 template <class T, class Index, int V>
@@ -178,7 +192,7 @@ Status spmm(const Spmm& arguments, Allocate allocate, CUstream_st* stream) {
   if (const char* reason = too_large(arguments.pattern, arguments.dense.row_stride))
     return {reason};
   return dispatch_sparse(
-      arguments.dtype, arguments.pattern.wide, reads_vectors(arguments),
+      arguments.dtype, arguments.pattern.wide, lanes_of(arguments),
       [&](auto type, auto index, auto vector) {
         using T = typename decltype(type)::type;
         using Index = typename decltype(index)::type;
