@@ -361,6 +361,30 @@ def test_rows_of_any_width(device: torch.device, name: str, width: int, dtype: t
         assert bool(((one.double() - expected).abs() <= tolerance * size + least).all())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 5, 24, 200])
+def test_columns_are_read_in_place(device: torch.device, width: int, dtype: torch.dtype) -> None:
+    """For few entries; many are read from a copy in rows. Both give nearly the same."""
+    crow, col, values = matrix(50, 40, device)
+    spread = col * 100 + 3
+    values = values.to(dtype)
+    b = torch.randn(2, width, 4000, device=device).to(dtype)
+    copied = b.mT.contiguous()
+    tolerance = 1e-5 if dtype in (torch.float32, torch.float64) else torch.finfo(dtype).eps
+    each = values.double(), copied[:, 3::100].double()
+    size = dense(each[0].abs(), crow, col, 40) @ each[1].abs()
+    expected = dense(each[0], crow, col, 40) @ each[1]
+    for given in (b.mT, copied):
+        y = torchkiln.spmm((crow, spread, values), given)
+        assert bool(((y.double() - expected).abs() <= tolerance * size + 1e-7).all())
+        assert torch.equal(torchkiln.spmm((crow, spread, values), given[1]), y[1])
+    if device.type == "cuda" and width > 1:
+        found = torchkiln.explain(torchkiln.spmm, (crow, spread, values), b.mT)
+        assert "columns of the dense matrix, without a copy" in str(found)
+        found = torchkiln.explain(torchkiln.spmm, (crow, col, values), b[..., :40].mT.mT.mT)
+        assert "without a copy" not in str(found)
+
+
 def test_a_shared_matrix_is_not_copied(device: torch.device) -> None:
     """Neither is a pattern that a batch shares: expanded tensors are read in place."""
     crow, col, values = matrix(12, 6, device)

@@ -77,9 +77,22 @@ __device__ __forceinline__ void load_rows(const T* dense, int row_stride, const 
                                           Vec<T, V> (&rows)[U], bool inside = true) {
 #pragma unroll
   for (int u = 0; u < U; ++u) {
-    rows[u] = inside && row_index[u] >= 0
-                  ? load_part<V>(dense + int64_t{row_index[u]} * row_stride)
-                  : Vec<T, V>{};
+    rows[u] = inside && row_index[u] >= 0 ? load_part<V>(dense + int64_t{row_index[u]} * row_stride)
+                                          : Vec<T, V>{};
+  }
+}
+
+/// load_rows() of a matrix whose columns are not adjacent: element by element.
+template <int V, int U, class T>
+__device__ __forceinline__ void load_strided(const T* dense, int row_stride, int64_t column_stride,
+                                             const int (&row_index)[U], Vec<T, V> (&rows)[U]) {
+#pragma unroll
+  for (int u = 0; u < U; ++u) {
+    const T* from = dense + int64_t{row_index[u]} * row_stride;
+    rows[u] = Vec<T, V>{};
+    if (row_index[u] < 0) continue;
+#pragma unroll
+    for (int i = 0; i < V; ++i) rows[u].lane[i] = __ldg(from + i * column_stride);
   }
 }
 

@@ -37,11 +37,10 @@ inline Chunks make_chunks(const CsrPattern& pattern, int64_t least) {
 struct Units {
   Chunks chunks;
   int group_log2;
-  int chunk_log2 = 5;
 };
 
-inline int64_t thread_count(const CsrPattern& pattern, const Units& units) {
-  return (units.chunks.count << units.chunk_log2) + (pattern.rows << units.group_log2);
+inline int64_t thread_count(const CsrPattern& pattern, const Units& units, int chunk_log2) {
+  return (units.chunks.count << chunk_log2) + (pattern.rows << units.group_log2);
 }
 
 template <class Index>
@@ -104,15 +103,15 @@ __device__ __forceinline__ Piece<Index> piece_of_row(const CsrPattern& pattern, 
 /// together, also for empty pieces.
 template <class Index, class Body>
 __device__ __forceinline__ void for_each_piece(const CsrPattern& pattern, const Index* crow,
-                                               const Units& units, int64_t thread,
+                                               const Units& units, int chunk_log2, int64_t thread,
                                                const Body& body) {
-  const int64_t chunk = thread >> units.chunk_log2;
+  const int64_t chunk = thread >> chunk_log2;
   const bool is_chunk = chunk < units.chunks.count;
   for (int part = 0; part < (is_chunk ? 2 : 1); ++part) {
     if (is_chunk) {
-      body(piece_of_chunk(pattern, crow, units.chunks, chunk, part == 1), units.chunk_log2);
+      body(piece_of_chunk(pattern, crow, units.chunks, chunk, part == 1), chunk_log2);
     } else {
-      const int64_t row = (thread - (units.chunks.count << units.chunk_log2)) >> units.group_log2;
+      const int64_t row = (thread - (units.chunks.count << chunk_log2)) >> units.group_log2;
       body(piece_of_row(pattern, crow, units.chunks, row), units.group_log2);
     }
   }

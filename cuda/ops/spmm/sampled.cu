@@ -21,11 +21,17 @@ struct Wide {
   static constexpr int kLanes = 32, kUnroll = 4, kSteps = 4;
 };
 
+/// A chunk of wide rows has as many threads as a row.
+template <class Flight>
+TORCHKILN_HOST_DEVICE int chunk_log2_of(const Units& units) {
+  return Flight::kSteps > 1 ? units.group_log2 : 5;
+}
+
 /// Blocks per SM: 72 registers per thread for narrow rows of float32, 128 for wide rows. Other
 /// types need more: 2-byte types widen 8 rows of 16 bytes to 32 bytes each.
 template <class Flight, class T>
-constexpr int kBlocks =
-    Flight::kSteps > 1 ? (sizeof(T) == 2 ? 3 : 4) : (sizeof(T) == sizeof(float) ? 7 : 5);
+constexpr int kBlocks = Flight::kSteps > 1 ? (sizeof(T) == sizeof(float) ? 4 : 3)
+                                           : (sizeof(T) == sizeof(float) ? 7 : 5);
 
 /// Sums part[u] over kLanes lanes; lane u gets the sum of entry u. Each of the first steps halves
 /// the entries of a lane, so that 8 sums over 8 lanes take 7 shuffles instead of 24.
@@ -111,7 +117,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Flight, T>)
         static_cast<T*>(p.out)[batch * p.pattern.entries + e + lane] = convert<T>(total);
     }
   };
-  for_each_piece(p.pattern, crow, units, thread, multiply);
+  for_each_piece(p.pattern, crow, units, chunk_log2_of<Flight>(units), thread, multiply);
 }
 
 /// With fewer entries, groups of eight lanes leave most of the GPU idle.
@@ -132,7 +138,6 @@ Units wide_units(const CsrPattern& pattern) {
   const int64_t mean = pattern.entries / pattern.rows;
   while (units.group_log2 < 12 && int64_t{2 * Wide::kUnroll} << (units.group_log2 - 5) <= mean)
     ++units.group_log2;
-  units.chunk_log2 = units.group_log2;
   return units;
 }
 
@@ -149,7 +154,8 @@ Status sampled_product(const SampledProduct& p, CUstream_st* stream) {
     const int64_t vectors = ceil_div(p.width, vector);
     const bool is_wide = vectors > (p.pattern.entries <= kFewEntries ? 16 : 64);
     const Units units = is_wide ? wide_units(p.pattern) : narrow_units(p.pattern);
-    const int64_t blocks = ceil_div(thread_count(p.pattern, units), kThreads);
+    const int chunk_log2 = is_wide ? chunk_log2_of<Wide>(units) : chunk_log2_of<Narrow>(units);
+    const int64_t blocks = ceil_div(thread_count(p.pattern, units, chunk_log2), kThreads);
     if (blocks * outputs > kMaxGridX) return Status{"too many rows for one launch"};
     const Grid grid{dim3(static_cast<unsigned>(blocks * outputs)), dim3(kThreads)};
     const auto kernel =
