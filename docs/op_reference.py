@@ -96,8 +96,8 @@ NOTES = {
     ),
     "spmm": Notes(
         beside="int32 and int64 indices",
-        strides="any; a copy of `b` if its columns are not adjacent; 2^31 elements not tried; "
-        "fewer than 2^31 entries for backward",
+        strides="any; a copy of `b` if its columns are not adjacent, but not for few entries on a "
+        "GPU; 2^31 elements not tried; fewer than 2^31 entries for backward",
         autocast="as `matmul`",
     ),
     "matmul": Notes(

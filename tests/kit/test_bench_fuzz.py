@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchkiln
 from torchkiln.bench import __main__ as command
 from torchkiln.bench import draws, fuzz
-from torchkiln.testing import SPECS
+from torchkiln.testing import SPECS, Sample
 from torchkiln.testing.specs.pointwise import MULADD
+from torchkiln.testing.specs.spmm import SPMM_CSR
 
 CPU = torch.device("cpu")
 
@@ -112,13 +117,85 @@ def refusing(*_: Tensor) -> Tensor:
     raise ValueError("torchkiln.refusing: a: got nothing, expected something")
 
 
-def test_a_call_that_is_refused_is_counted_and_others_raise() -> None:
+def test_a_call_that_is_refused_is_counted() -> None:
     run = fuzz.fuzz([replace(MULADD, op=refusing, differentiable=())], CPU, count=2, seed=1)
     assert not run.timed
     assert list(run.refused) == ["1:0", "1:1"]
     assert run.summary()[0].startswith("left out 1:0: torchkiln.refusing: a: got nothing")
-    with pytest.raises(ZeroDivisionError):
-        fuzz.fuzz([replace(MULADD, op=lambda *_: 1 // 0, differentiable=())], CPU, count=1, seed=1)
+
+
+def raising(*tensors: Tensor) -> Tensor:
+    """Raises an error, but not when a draw counts the bytes of the results."""
+    if not tensors[0].is_meta:
+        raise ZeroDivisionError("no number")
+    return torch.empty_like(tensors[0])
+
+
+def raising_backward(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    y = a * b + c
+    if y.requires_grad:
+        y.register_hook(raising)
+    return y
+
+
+def test_what_eager_torch_refuses_is_left_out_and_the_run_goes_on() -> None:
+    for refuses in (raising, raising_backward):
+        run = fuzz.fuzz([replace(MULADD, composite=refuses)], CPU, count=8, seed=1)
+        backward = [draw for i in range(8) if (draw := draws.drawn([MULADD], CPU, 1, i))]
+        expected = [one for one in backward if refuses is raising or one.direction == "backward"]
+        assert list(run.refused) == [one.key for one in expected]
+        assert set(run.refused.values()) == {"eager torch raised: ZeroDivisionError: no number"}
+        assert len(run.timed) == 8 - len(expected)
+        assert not run.failed
+
+
+def test_an_error_of_an_op_is_a_failure_and_the_run_goes_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fuzz, "loses", lambda *_: False)
+    specs = [replace(MULADD, op=raising, differentiable=()), MULADD]
+    monkeypatch.setattr(command, "SPECS", specs)
+    assert command.main(["--fuzz", "8", "--device", "cpu", "--seed", "1"]) == 1
+    *failed, counts = capsys.readouterr().out.splitlines()[1:]
+    assert 0 < len(failed) < 8
+    start = r"failed 1:\d: ZeroDivisionError: no number  forward  \S+\.raising\(torch\.randn\("
+    assert all(re.match(start, line) for line in failed)
+    assert counts.startswith(f"0 of {8 - len(failed)} calls are below")
+    assert counts.endswith(f"0 left out, {len(failed)} failed")
+    found = fuzz.fuzz(specs, CPU, count=8, seed=1).as_dict()
+    assert [one["key"] for one in found["failed"]] == [line[7:10] for line in failed]
+
+
+def test_an_error_of_a_draw_is_a_failure() -> None:
+    def bench(*_: Any) -> Sample:
+        raise ZeroDivisionError("no sample")
+
+    run = fuzz.fuzz([replace(MULADD, bench=bench)], CPU, count=1, seed=1)
+    assert run.failed == {"1:0": "ZeroDivisionError: no sample"}
+
+
+@pytest.mark.parametrize("shape", [(2404751, 3), (3, 1 << 13), (1 << 27, 1), (1, 1 << 27)])
+def test_no_tensor_of_a_draw_is_larger_than_the_limit(shape: tuple[int, int]) -> None:
+    """On a GPU; fake tensors need neither the GPU nor memory."""
+    cuda, most = torch.device("cuda"), draws.MOST_BYTES
+    for spec in SPECS:
+        if spec.drawn is not None:
+            continue
+        wanted = (shape[0], min(shape[1], 1 << 13)) if spec.threads_matter else shape
+        found = draws.fitting(spec, cuda, torch.float16, wanted, most)
+        with FakeTensorMode():
+            sizes = [spec.bench(cuda, torch.float16, one) for one in (found, wanted)]
+        largest, before = (max(t.nbytes for t in one.tensors) for one in sizes)
+        assert largest <= most
+        assert found == wanted or before > most
+
+
+def test_a_drawn_sparse_matrix_has_no_entry_twice() -> None:
+    for seed in range(20):
+        sample = SPMM_CSR.drawn(CPU, torch.float32, Random(seed), 1 << 12)  # type: ignore[misc]
+        crow, col = sample.kwargs["crow"], sample.kwargs["col"]
+        sample.substitute(0, sample.args[0]).call(partial(SPMM_CSR.op, check=True))
+        assert crow[-1] == col.numel() == sample.args[0].numel() > 0
 
 
 def test_no_time_left_is_said() -> None:

@@ -81,6 +81,21 @@ def test_matmul_is_torch_matmul(device: torch.device) -> None:
     torch.testing.assert_close(out, a @ b)
 
 
+@pytest.mark.parametrize("shapes", [((50, 3), (3, 4)), ((50, 3), (3,)), ((3,), (3, 4))])
+def test_a_gradient_has_contiguous_columns_if_its_matrix_has(
+    device: torch.device, shapes: tuple[tuple[int, ...], ...]
+) -> None:
+    """As with torch.matmul, whose backward takes the same products."""
+    made = [torch.randn(shape[::-1], device=device).t().requires_grad_() for shape in shapes]
+    grad = torch.randn_like(torch.matmul(*made))
+    found = torch.autograd.grad(matmul(*made), made, grad)
+    for one, other, tensor in zip(
+        found, torch.autograd.grad(torch.matmul(*made), made, grad), made, strict=True
+    ):
+        assert one.stride() == tensor.stride()
+        torch.testing.assert_close(one, other)
+
+
 def test_the_module_is_torchs(device: torch.device) -> None:
     torch.manual_seed(3)
     ours = torchkiln.nn.Linear(5, 7, act="silu", device=device)

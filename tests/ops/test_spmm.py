@@ -246,6 +246,29 @@ def test_transposed_pattern(device: torch.device, index: torch.dtype) -> None:
     assert torch.equal(packed, torchkiln.csr_transpose(crow, col, 7))
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns", "entries"),
+    [(50, 3000, 1500), (9, 1, 5000), (3223, 24, 51568), (200, 5000, 14656), (30, 9000, 5000)],
+)
+def test_transposed_patterns_of_many_entries(
+    device: torch.device, rows: int, columns: int, entries: int
+) -> None:
+    """Sorted by one block of threads, by several, in several rounds, and by a radix sort."""
+    torch.manual_seed(columns)
+    row = torch.randint(rows, (2, entries), device=device).sort().values
+    col = torch.randint(columns, (2, entries), device=device)
+    crow = torch.searchsorted(row, torch.arange(rows + 1, device=device).expand(2, -1).contiguous())
+    packed = torchkiln.csr_transpose(crow, col, columns)
+    begins, places, order = packed.split([columns + 1, entries, entries], dim=-1)
+    expected = torch.sort(col, stable=True)
+    assert torch.equal(order.long(), expected.indices)
+    assert torch.equal(places.long(), row.gather(1, expected.indices))
+    ends = torch.arange(columns + 1, device=device).expand(2, -1).contiguous()
+    assert torch.equal(begins.long(), torch.searchsorted(expected.values, ends))
+    for i in range(2):
+        assert torch.equal(torchkiln.csr_transpose(crow[i], col[i], columns), packed[i])
+
+
 def test_a_given_transposed_pattern_changes_no_bit(device: torch.device) -> None:
     crow, col, values = matrix(31, 7, device)
     b = torch.randn(7, 12, device=device, requires_grad=True)
@@ -291,6 +314,75 @@ def test_one_row_longer_than_all_others(device: torch.device, dtype: torch.dtype
     wanted = (grad.double()[row] * b.double()[a.col_indices()]).sum(-1)
     got = torch.autograd.grad(y, leaf, grad)[0].double()
     torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+
+
+PATTERNS = {
+    "few entries": (27, 42, 108),
+    "tall": (3223, 24, 20000),
+    "flat": (5, 2000, 6000),
+    "one long row": (60, 2000, 2500),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", [2, 6, 12, 37, 130, 422, 1100])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_rows_of_any_width(device: torch.device, name: str, width: int, dtype: torch.dtype) -> None:
+    """Vectors of all sizes, several warps per row, and columns with so many entries that they are
+    split; the product and both gradients.
+    """
+    rows, columns, entries = PATTERNS[name]
+    torch.manual_seed(width)
+    places = torch.randint(rows * columns, (entries,), device=device)
+    if name == "one long row":
+        places[500:] %= columns
+    places = places.unique()
+    row, col = places // columns, places % columns
+    crow = torch.searchsorted(row, torch.arange(rows + 1, device=device))
+    values, b, grad = (
+        torch.randn(shape, device=device).to(dtype)
+        for shape in ((col.numel(),), (columns, width), (rows, width))
+    )
+    if name == "few entries":  # what lies beyond a row is not read
+        b, grad = (torch.nn.functional.pad(t, (0, 8), value=torch.nan)[:, :-8] for t in (b, grad))
+    leaves = values.requires_grad_(), b.requires_grad_()
+    y = torchkiln.spmm((crow, col, values), b)
+    found = (y.detach(), *torch.autograd.grad(y, leaves, grad))
+    wide = values.detach().double(), b.detach().double(), grad.double()
+
+    def truth(values: Tensor, b: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        full = values.new_zeros(rows, columns).index_put((row, col), values)
+        return full @ b, (grad @ b.T)[row, col], full.T @ grad
+
+    tolerance = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
+    sizes = truth(*(tensor.abs() for tensor in wide))
+    for one, expected, size in zip(found, truth(*wide), sizes, strict=True):
+        least = torch.finfo(dtype).tiny
+        assert bool(((one.double() - expected).abs() <= tolerance * size + least).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 5, 24, 200])
+def test_columns_are_read_in_place(device: torch.device, width: int, dtype: torch.dtype) -> None:
+    """For few entries; many are read from a copy in rows. Both give nearly the same."""
+    crow, col, values = matrix(50, 40, device)
+    spread = col * 100 + 3
+    values = values.to(dtype)
+    b = torch.randn(2, width, 4000, device=device).to(dtype)
+    copied = b.mT.contiguous()
+    tolerance = 1e-5 if dtype in (torch.float32, torch.float64) else torch.finfo(dtype).eps
+    each = values.double(), copied[:, 3::100].double()
+    size = dense(each[0].abs(), crow, col, 40) @ each[1].abs()
+    expected = dense(each[0], crow, col, 40) @ each[1]
+    for given in (b.mT, copied):
+        y = torchkiln.spmm((crow, spread, values), given)
+        assert bool(((y.double() - expected).abs() <= tolerance * size + 1e-7).all())
+        assert torch.equal(torchkiln.spmm((crow, spread, values), given[1]), y[1])
+    if device.type == "cuda" and width > 1:
+        found = torchkiln.explain(torchkiln.spmm, (crow, spread, values), b.mT)
+        assert "columns of the dense matrix, without a copy" in str(found)
+        found = torchkiln.explain(torchkiln.spmm, (crow, col, values), b[..., :40].mT.mT.mT)
+        assert "without a copy" not in str(found)
 
 
 def test_a_shared_matrix_is_not_copied(device: torch.device) -> None:

@@ -89,15 +89,26 @@ Tensor flat_rows(const Tensor& matrices, SymIntArrayRef batch) {
 // Gradients of a matrix product for arguments of the given sizes. If the batch shared one matrix,
 // the sum over the batch becomes part of the product's inner sum, which is rounded once.
 
-Tensor gradient_of_a(const Tensor& grad, const Tensor& b, SymIntArrayRef sizes) {
+//
+// The gradient of a matrix whose columns are contiguous has contiguous columns, as torch's has: its
+// product then is as fast as that of forward, and accumulation into .grad makes no copy.
+
+bool has_contiguous_columns(const Tensor& matrix) {
+  return matrix.dim() == 2 && matrix.sym_stride(0) == 1 &&
+         matrix.sym_stride(1) == matrix.sym_size(0);
+}
+
+Tensor gradient_of_a(const Tensor& grad, const Tensor& b, SymIntArrayRef sizes, bool by_columns) {
   const Tensor columns = as_columns(b);
+  if (by_columns && grad.dim() == 2) return torchkiln::matmul(columns, grad.t()).t();
   if (sizes.size() > 2) return at::sum_to(torchkiln::matmul(grad, columns.mT()), sizes);
   const SymIntArrayRef batch = batch_of(grad);
   return torchkiln::matmul(flat_rows(grad.mT(), batch).t(), flat_rows(columns.mT(), batch))
       .reshape_symint(sizes);
 }
-Tensor gradient_of_b(const Tensor& grad, const Tensor& a, SymIntArrayRef sizes) {
+Tensor gradient_of_b(const Tensor& grad, const Tensor& a, SymIntArrayRef sizes, bool by_columns) {
   const Tensor rows = as_rows(a);
+  if (by_columns && grad.dim() == 2) return torchkiln::matmul(grad.t(), rows).t();
   if (sizes.size() > 2) return at::sum_to(torchkiln::matmul(rows.mT(), grad), sizes);
   const SymIntArrayRef batch = batch_of(grad);
   return torchkiln::matmul(flat_rows(rows, batch).t(), flat_rows(grad, batch))
@@ -145,16 +156,18 @@ struct Op {
   static Tensor recorded(const Below& below, const Tensor& a, const Tensor& b) {
     const c10::SymDimVector of_a(a.sym_sizes()), of_b(b.sym_sizes());
     // The gradient of a needs b, and the reverse.
-    return record(kName, {a, b}, below.call<Op>(a, b),
-                  keep(b.requires_grad() ? a : Tensor(), a.requires_grad() ? b : Tensor()),
-                  [of_a, of_b](const Incoming& in, const Kept<2>& kept) {
-                    Tensor grad = in[0];
-                    if (of_b.size() == 1) grad = grad.unsqueeze(-1);
-                    if (of_a.size() == 1) grad = grad.unsqueeze(-2);
-                    return variable_list{
-                        in.wants(0) ? gradient_of_a(grad, kept[1], of_a) : Tensor(),
-                        in.wants(1) ? gradient_of_b(grad, kept[0], of_b) : Tensor()};
-                  });
+    return record(
+        kName, {a, b}, below.call<Op>(a, b),
+        keep(b.requires_grad() ? a : Tensor(), a.requires_grad() ? b : Tensor()),
+        [of_a, of_b, a_by_columns = has_contiguous_columns(a),
+         b_by_columns = has_contiguous_columns(b)](const Incoming& in, const Kept<2>& kept) {
+          Tensor grad = in[0];
+          if (of_b.size() == 1) grad = grad.unsqueeze(-1);
+          if (of_a.size() == 1) grad = grad.unsqueeze(-2);
+          return variable_list{
+              in.wants(0) ? gradient_of_a(grad, kept[1], of_a, a_by_columns) : Tensor(),
+              in.wants(1) ? gradient_of_b(grad, kept[0], of_b, b_by_columns) : Tensor()};
+        });
   }
 
   static Tensor autocast(const Autocast& cast, const Tensor& a, const Tensor& b) {

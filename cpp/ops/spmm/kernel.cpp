@@ -144,15 +144,21 @@ void multiply(const char* op, const CsrArguments& pattern, const Tensor& values,
     return;
   }
   const MaybeCopy weights = adjacent(values);
-  const MaybeCopy dense = adjacent(b);
   Spmm arguments{};
   arguments.pattern = pattern.arguments;
   arguments.values = weights->const_data_ptr();
   arguments.order = order.defined() ? order.const_data_ptr<int32_t>() : nullptr;
-  arguments.dense = dense_rows(*dense);
+  arguments.dense = dense_rows(b);
   arguments.out = out.data_ptr();
   arguments.dtype = dtype_of(out);
   arguments.batch = out.dim() == 3 ? out.size(0) : 1;
+  arguments.column_stride = b.size(-1) > 1 ? b.stride(-1) : 1;
+  const bool is_read_in_place = b.is_cuda() && reads_columns(arguments);
+  const MaybeCopy dense = is_read_in_place ? MaybeCopy::borrowed(b) : adjacent(b);
+  if (!is_read_in_place) {
+    arguments.dense = dense_rows(*dense);
+    arguments.column_stride = 1;
+  }
   arguments.width = out.size(-1);
   arguments.values_batch_stride = batch_stride(*weights, 1);
   arguments.order_batch_stride = order.defined() ? batch_stride(order, 1) : 0;

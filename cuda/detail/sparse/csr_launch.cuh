@@ -10,10 +10,9 @@
 namespace torchkiln::sparse {
 using namespace device;
 
-/// Whether rows can be read in 16-byte vectors.
-inline bool in_vectors(const DenseRows& rows, int64_t width, Dtype dtype) {
-  return rows_in_vectors(rows.data, vector_lanes(dtype),
-                         {width, rows.row_stride, rows.batch_stride});
+/// Elements of the widest vectors that rows can be read in.
+inline int lanes_of(const DenseRows& rows, int64_t width, Dtype dtype) {
+  return widest_lanes(rows.data, dtype, {width, rows.row_stride, rows.batch_stride});
 }
 
 /// Returns null if rows, columns and strides fit the kernels' 32-bit integers, else an error
@@ -33,29 +32,67 @@ inline const char* too_large(const CsrPattern& pattern, int64_t row_stride) {
   return nullptr;
 }
 
+/// Calls body(lanes) with a constant of `lanes`, a power of two from 1 to `most`.
+template <int most, class Body>
+Status with_lanes(int lanes, const Body& body) {
+  if constexpr (most > 1) {
+    if (lanes < most) return with_lanes<most / 2>(lanes, body);
+  }
+  return body(std::integral_constant<int, most>{});
+}
+
 /// Calls body(type, index, vector) with the element type, the index type and the number of elements
 /// per load.
 template <class Body>
-Status dispatch_sparse(Dtype dtype, bool wide, bool vectors, const Body& body) {
+Status dispatch_sparse(Dtype dtype, bool wide, int lanes, const Body& body) {
   return dispatch_floating(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto with_index = [&](auto index) {
-      return vectors ? body(tag, index, std::integral_constant<int, kVectorLanes<T>>{})
-                     : body(tag, index, std::integral_constant<int, 1>{});
+      return with_lanes<kVectorLanes<T>>(lanes,
+                                         [&](auto vector) { return body(tag, index, vector); });
     };
     return wide ? with_index(TypeTag<int64_t>{}) : with_index(TypeTag<int32_t>{});
   });
 }
 
-/// Loads one vector of each of U rows of `dense`; zeros for row -1. All loads are in flight
-/// together.
+/// load_constant() in one access also for vectors of 4 and 8 bytes, which are aligned to their
+/// size.
+template <int V, class T>
+__device__ __forceinline__ Vec<T, V> load_part(const T* from) {
+  constexpr size_t kBytes = V * sizeof(T);
+  if constexpr (V > 1 && kBytes < kVectorBytes) {
+    using Word = std::conditional_t<kBytes == sizeof(uint2), uint2, unsigned>;
+    static_assert(kBytes == sizeof(Word), "4 or 8 bytes");
+    const Word word = __ldg(reinterpret_cast<const Word*>(from));
+    return *reinterpret_cast<const Vec<T, V>*>(&word);
+  } else {
+    return load_constant<V>(from);
+  }
+}
+
+/// Loads one vector of each of U rows of `dense`; zeros for row -1, or if it is not `inside`. All
+/// loads are in flight together.
 template <int V, int U, class T>
 __device__ __forceinline__ void load_rows(const T* dense, int row_stride, const int (&row_index)[U],
-                                          Vec<T, V> (&rows)[U]) {
+                                          Vec<T, V> (&rows)[U], bool inside = true) {
 #pragma unroll
   for (int u = 0; u < U; ++u) {
-    rows[u] = row_index[u] >= 0 ? load_constant<V>(dense + int64_t{row_index[u]} * row_stride)
-                                : Vec<T, V>{};
+    rows[u] = inside && row_index[u] >= 0 ? load_part<V>(dense + int64_t{row_index[u]} * row_stride)
+                                          : Vec<T, V>{};
+  }
+}
+
+/// load_rows() of a matrix whose columns are not adjacent: element by element.
+template <int V, int U, class T>
+__device__ __forceinline__ void load_strided(const T* dense, int row_stride, int64_t column_stride,
+                                             const int (&row_index)[U], Vec<T, V> (&rows)[U]) {
+#pragma unroll
+  for (int u = 0; u < U; ++u) {
+    const T* from = dense + int64_t{row_index[u]} * row_stride;
+    rows[u] = Vec<T, V>{};
+    if (row_index[u] < 0) continue;
+#pragma unroll
+    for (int i = 0; i < V; ++i) rows[u].lane[i] = __ldg(from + i * column_stride);
   }
 }
 

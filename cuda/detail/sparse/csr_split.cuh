@@ -9,8 +9,8 @@
 //   pieces     r0   r1   0, tail       1, head          2, head  r3   r4
 //
 // A chunk has pieces of at most two long rows: the row of its first entry (head), and a row that
-// begins inside the chunk and continues after it (tail). A warp works on each chunk, a group of
-// threads on each row. This needs no counting before the launch, whatever the row lengths are.
+// begins inside the chunk and continues after it (tail). A warp or more work on each chunk, a group
+// of threads on each row. This needs no counting before the launch, whatever the row lengths are.
 #include "torchkiln/device/launch.cuh"
 #include "torchkiln/device/warp.cuh"
 #include "torchkiln/kernels/spmm.h"
@@ -23,25 +23,24 @@ struct Chunks {
   int64_t count;  // 0: no row is long
 };
 
-/// A row is long if it has several times the mean length, so that the pieces of an even matrix are
-/// its rows.
-inline Chunks make_chunks(const CsrPattern& pattern) {
-  constexpr int64_t kMin = 512;  // fewer entries take less time than the search for their rows
+/// A row is long if it has more entries than `least` and several times the mean length, so that
+/// the pieces of an even matrix are its rows.
+inline Chunks make_chunks(const CsrPattern& pattern, int64_t least) {
   constexpr int64_t kMax = 4096;
-  int64_t size = kMin;
+  int64_t size = least;
   while (size < kMax && size * pattern.rows < 2 * pattern.entries) size *= 2;
   return {size, pattern.entries > size ? ceil_div(pattern.entries, size) : 0};
 }
 
-/// Assignment of threads: the first warps have one chunk each; all further threads work on rows, in
-/// groups of 1 << group_log2 threads of a warp.
+/// Assignment of threads: the first groups of 1 << chunk_log2 threads, a warp or more, have one
+/// chunk each; all further threads work on rows, in groups of 1 << group_log2 threads.
 struct Units {
   Chunks chunks;
   int group_log2;
 };
 
-inline int64_t thread_count(const CsrPattern& pattern, const Units& units) {
-  return kWarpLanes * units.chunks.count + (pattern.rows << units.group_log2);
+inline int64_t thread_count(const CsrPattern& pattern, const Units& units, int chunk_log2) {
+  return (units.chunks.count << chunk_log2) + (pattern.rows << units.group_log2);
 }
 
 template <class Index>
@@ -104,15 +103,15 @@ __device__ __forceinline__ Piece<Index> piece_of_row(const CsrPattern& pattern, 
 /// together, also for empty pieces.
 template <class Index, class Body>
 __device__ __forceinline__ void for_each_piece(const CsrPattern& pattern, const Index* crow,
-                                               const Units& units, int64_t thread,
+                                               const Units& units, int chunk_log2, int64_t thread,
                                                const Body& body) {
-  const int64_t warp = thread / kWarpLanes;
-  const bool is_chunk = warp < units.chunks.count;
+  const int64_t chunk = thread >> chunk_log2;
+  const bool is_chunk = chunk < units.chunks.count;
   for (int part = 0; part < (is_chunk ? 2 : 1); ++part) {
     if (is_chunk) {
-      body(piece_of_chunk(pattern, crow, units.chunks, warp, part == 1), 5);
+      body(piece_of_chunk(pattern, crow, units.chunks, chunk, part == 1), chunk_log2);
     } else {
-      const int64_t row = (thread - kWarpLanes * units.chunks.count) >> units.group_log2;
+      const int64_t row = (thread - (units.chunks.count << chunk_log2)) >> units.group_log2;
       body(piece_of_row(pattern, crow, units.chunks, row), units.group_log2);
     }
   }

@@ -1,5 +1,6 @@
 // Patterns of sparse matrices: transposition and validation.
 
+#include <cub/block/block_scan.cuh>
 #include <cub/device/device_radix_sort.cuh>
 
 #include "detail/sparse/csr_split.cuh"
@@ -41,6 +42,16 @@ cudaError_t sort(const CsrTranspose& p, Entries& entries, cudaStream_t stream) {
       entries.sorted_index, static_cast<int32_t>(p.batch * p.pattern.entries), 0, bits, stream);
 }
 
+/// The row of an entry that lies in one of the rows first <= row <= last.
+template <class Index>
+__device__ __forceinline__ int row_between(const Index* crow, int first, int last, int64_t entry) {
+  for (++last; last - first > 1;) {
+    const int middle = first + (last - first) / 2;
+    (crow[middle] <= entry ? first : last) = middle;
+  }
+  return first;
+}
+
 /// Writes key, index and row of each entry. A warp takes 32 * kItems entries and finds the rows of
 /// the first and the last; each thread then searches between these rows.
 template <class Index>
@@ -60,15 +71,10 @@ __global__ void __launch_bounds__(kThreads)
   const int first_row = row_of(crow, rows, first);
   const int last_row = row_of(crow, rows, last - 1);
   for (int64_t e = first + threadIdx.x % warpSize; e < last; e += warpSize) {
-    int low = first_row;
-    for (int high = last_row + 1; high - low > 1;) {
-      const int middle = low + (high - low) / 2;
-      (crow[middle] <= e ? low : high) = middle;
-    }
     const int64_t index = matrix * p.pattern.entries + e;
     to.key[index] = static_cast<uint32_t>(matrix * p.pattern.columns + col[e]);
     to.index[index] = static_cast<int32_t>(index);
-    to.row[index] = low;
+    to.row[index] = row_between(crow, first_row, last_row, e);
   }
 }
 
@@ -100,6 +106,144 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
     crow[i] = static_cast<int32_t>(low);
+  }
+}
+
+// ---- counting sort: one or two launches instead of the six or more of a radix sort ----
+
+constexpr int kSortThreads = 1024;
+constexpr int kMostRounds = 4;
+constexpr int64_t kMostBlocks = 132;
+constexpr int64_t kMostSortedColumns = 1 << 13;  // counters in shared memory
+/// Every block reads the counts of all blocks: 256 KB take about 4 us.
+constexpr int64_t kMostCounts = 1 << 16;
+
+/// Blocks per matrix, which sort `rounds` times kSortThreads entries each.
+struct Counting {
+  int64_t blocks;  // 0: there are too many entries or columns
+  int rounds;
+};
+
+Counting plan_counting(const CsrPattern& pattern) {
+  if (pattern.columns > kMostSortedColumns) return {};
+  if (pattern.entries <= 2 * kSortThreads) return {pattern.entries > 0 ? 1 : 0, 2};
+  for (int rounds = 1; rounds <= kMostRounds; ++rounds) {
+    const int64_t blocks = ceil_div(pattern.entries, int64_t{kSortThreads} * rounds);
+    if (blocks <= kMostBlocks && blocks * pattern.columns <= kMostCounts) return {blocks, rounds};
+  }
+  return {};
+}
+
+__device__ __forceinline__ void set_to_zero(int* shared, int count) {
+  for (int i = threadIdx.x; i < count; i += kSortThreads) shared[i] = 0;
+  __syncthreads();
+}
+
+/// Counts the columns of the entries first <= e < last.
+template <class Index>
+__device__ __forceinline__ void count_entries(const Index* col, int64_t first, int64_t last,
+                                              int* totals) {
+  for (int64_t e = first + threadIdx.x; e < last; e += kSortThreads) atomicAdd(&totals[col[e]], 1);
+  __syncthreads();
+}
+
+/// Counts the columns in the entries of each block.
+template <class Index>
+__global__ void __launch_bounds__(kSortThreads)
+    count_columns(CsrTranspose p, Counting plan, int32_t* counts) {
+  extern __shared__ int totals[];
+  wait_for_previous_kernel();
+  const int64_t matrix = blockIdx.x / plan.blocks;
+  const int64_t size = int64_t{kSortThreads} * plan.rounds;
+  const int64_t first = (blockIdx.x - matrix * plan.blocks) * size;
+  const int columns = static_cast<int>(p.pattern.columns);
+  set_to_zero(totals, columns);
+  count_entries(static_cast<const Index*>(p.pattern.col) + matrix * p.pattern.col_batch_stride,
+                first, min(first + size, p.pattern.entries), totals);
+  int32_t* to = counts + int64_t{blockIdx.x} * columns;
+  for (int c = threadIdx.x; c < columns; c += kSortThreads) to[c] = totals[c];
+}
+
+/// Writes the entries of a block to their places, in order. `counts`: of count_columns(), null if
+/// a matrix has one block, which counts its own.
+template <class Index>
+__global__ void __launch_bounds__(kSortThreads)
+    place_entries(CsrTranspose p, Counting plan, const int32_t* counts, int64_t packed) {
+  using Scan = cub::BlockScan<int, kSortThreads>;
+  __shared__ typename Scan::TempStorage scan_storage;
+  extern __shared__ int totals[];  // entries of each column, then the next place of each column
+  wait_for_previous_kernel();
+  const int64_t matrix = blockIdx.x / plan.blocks;
+  const int64_t block = blockIdx.x - matrix * plan.blocks;
+  const int64_t entries = p.pattern.entries;
+  const int64_t size = int64_t{kSortThreads} * plan.rounds;
+  const int64_t last = min((block + 1) * size, entries);
+  const int columns = static_cast<int>(p.pattern.columns);
+  const int rows = static_cast<int>(p.pattern.rows);
+  const auto* crow =
+      static_cast<const Index*>(p.pattern.crow) + matrix * p.pattern.crow_batch_stride;
+  const auto* col = static_cast<const Index*>(p.pattern.col) + matrix * p.pattern.col_batch_stride;
+  int32_t* begins = p.out + matrix * packed;
+  int32_t* row_to = begins + columns + 1;
+  int32_t* order_to = row_to + entries;
+
+  int* next_place = totals + columns;
+  set_to_zero(totals, 2 * columns);
+  if (counts == nullptr) {
+    count_entries(col, 0, entries, totals);
+  } else {
+    counts += matrix * plan.blocks * columns;
+    const int before = static_cast<int>(block) * columns;  // counts of the blocks before this one
+#pragma unroll 8
+    for (int i = threadIdx.x; i < static_cast<int>(plan.blocks) * columns; i += kSortThreads) {
+      const int count = counts[i];
+      atomicAdd(&totals[i % columns], count);
+      if (i < before) atomicAdd(&next_place[i % columns], count);
+    }
+    __syncthreads();
+  }
+  int begin = 0;  // of column `base`
+  for (int base = 0; base < columns; base += kSortThreads) {
+    const int c = base + static_cast<int>(threadIdx.x);
+    int smaller = 0;  // entries in the columns from `base` to c
+    int sum = 0;
+    Scan(scan_storage).ExclusiveSum(c < columns ? totals[c] : 0, smaller, sum);
+    if (c < columns) {
+      next_place[c] += begin + smaller;
+      if (block == 0) begins[c] = begin + smaller;
+    }
+    begin += sum;
+    __syncthreads();  // the storage is used again, and places are read
+  }
+  if (block == 0 && threadIdx.x == 0) begins[columns] = static_cast<int32_t>(entries);
+
+  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
+  for (int64_t first = block * size; first < last; first += kSortThreads) {
+    const int64_t e = first + threadIdx.x;
+    const bool is_there = e < last;
+    const int column = is_there ? static_cast<int>(col[e]) : -1;
+    int row = 0;
+    if (e - lane < last) {  // the same for a whole warp
+      const int first_row = row_of(crow, rows, e - lane);
+      const int last_row = row_of(crow, rows, min(e - lane + kWarpLanes, last) - 1);
+      row = row_between(crow, first_row, last_row, min(e, last - 1));
+    }
+    const unsigned same = __match_any_sync(~0u, column);
+    const int rank = __popc(same & ((1u << lane) - 1));
+    // One warp after the other, so that the entries of a column keep their order.
+    const int count = static_cast<int>(min(last - first, int64_t{kSortThreads}));
+    int place = 0;
+    for (int turn = 0; turn * kWarpLanes < count; ++turn) {
+      if (warp == turn && is_there) place = next_place[column] + rank;
+      __syncwarp();
+      if (warp == turn && is_there && rank == 0) next_place[column] += __popc(same);
+      __syncthreads();
+    }
+    if (is_there) {
+      row_to[place] = row;
+      order_to[place] = static_cast<int32_t>(e);
+    }
   }
 }
 
@@ -140,6 +284,29 @@ Status with_index(bool wide, const Body& body) {
   return wide ? body(TypeTag<int64_t>{}) : body(TypeTag<int32_t>{});
 }
 
+Status count_and_place(const CsrTranspose& p, const Counting& plan, Allocate allocate,
+                       cudaStream_t stream) {
+  const int64_t columns = p.pattern.columns;
+  const int64_t blocks = plan.blocks * p.batch;
+  if (blocks > kMaxGridX) return {"too many matrices for one launch"};
+  Grid grid{dim3(static_cast<unsigned>(blocks)), dim3(kSortThreads)};
+  grid.shared_bytes = static_cast<int>(2 * columns * static_cast<int64_t>(sizeof(int)));
+  int32_t* counts = nullptr;
+  if (plan.blocks > 1)
+    counts =
+        static_cast<int32_t*>(allocate(static_cast<size_t>(blocks * columns) * sizeof(int32_t)));
+  return with_index(p.pattern.wide, [&](auto index) {
+    using Index = typename decltype(index)::type;
+    if (counts != nullptr) {
+      const Status counted = launch_overlapped(count_columns<Index>, grid, stream, p, plan, counts);
+      if (!counted.ok()) return counted;
+    }
+    return launch_overlapped(place_entries<Index>, grid, stream, p, plan,
+                             static_cast<const int32_t*>(counts),
+                             packed_size(columns, p.pattern.entries));
+  });
+}
+
 }  // namespace
 
 Status csr_transpose(const CsrTranspose& p, Allocate allocate, CUstream_st* stream) {
@@ -147,6 +314,8 @@ Status csr_transpose(const CsrTranspose& p, Allocate allocate, CUstream_st* stre
   if (p.batch == 0) return {};
   if (all >= int64_t{1} << 31 || p.batch * p.pattern.columns >= int64_t{1} << 32)
     return {"the transposed pattern of 2^31 entries or more is not built, expected fewer"};
+  if (const Counting plan = plan_counting(p.pattern); plan.blocks > 0)
+    return count_and_place(p, plan, allocate, stream);
   Entries entries{};
   if (const cudaError_t error = sort(p, entries, stream); error != cudaSuccess)
     return status_of(error);

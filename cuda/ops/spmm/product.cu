@@ -12,12 +12,15 @@ using namespace sparse;
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kUnroll = 8;  // rows of the dense matrix in flight per thread
+constexpr int kUnroll = 8;    // rows of the dense matrix in flight per thread
+constexpr int kWarpLog2 = 5;  // a warp works on a chunk
 
 /// Blocks per SM: 64 registers per thread for float32. Other types need more: 2-byte types widen 8
-/// rows of 16 bytes to 32 bytes each, float64 has 64-bit weights.
-template <class T>
-constexpr int kBlocks = sizeof(T) == sizeof(float) ? 8 : 6;
+/// rows of 16 bytes to 32 bytes each, float64 has 64-bit weights. Columns have more addresses.
+template <class T, bool kByColumn>
+constexpr int kBlocks = kByColumn                    ? 4
+                        : sizeof(T) == sizeof(float) ? 8
+                                                     : 6;
 
 /// How a piece is divided among threads, and the blocks of a launch, innermost first. A group of
 /// lanes reads a row of the dense matrix, one vector per lane. If rows are narrow, several groups
@@ -36,28 +39,48 @@ struct Plan {
   int64_t tiles;
 };
 
+/// Chunks of the usual size. Few long rows, as those of the transpose of a tall matrix, get smaller
+/// ones: their warps alone would leave most of the GPU idle.
+Chunks chunks_for(const CsrPattern& pattern, int64_t tiles) {
+  constexpr int64_t kUsual = 512;  // fewer entries take less time than the search for their rows
+  constexpr int64_t kLeast = 128;
+  constexpr int64_t kWarps = 4096;  // about what a GPU runs at a time
+  if (4 * pattern.rows * tiles >= kWarps || pattern.entries <= 2 * kLeast * pattern.rows)
+    return make_chunks(pattern, kUsual);
+  int64_t size = kLeast;
+  while (size < kUsual && size * kWarps < pattern.entries * tiles) size *= 2;
+  return {size, ceil_div(pattern.entries, size)};
+}
+
 Plan make_plan(const Spmm& p, int vector) {
   Plan plan{};
-  plan.units.chunks = make_chunks(p.pattern);
   const int64_t vectors = ceil_div(p.width, vector);
-  while (plan.lanes_log2 < 5 && 1 << plan.lanes_log2 < vectors) ++plan.lanes_log2;
+  // Few columns at a time, so that the sectors that rows share are found in the caches.
+  const int most_log2 = p.column_stride == 1 ? 5 : 1;
+  while (plan.lanes_log2 < most_log2 && 1 << plan.lanes_log2 < vectors) ++plan.lanes_log2;
   plan.tiles = ceil_div(vectors, 1 << plan.lanes_log2);
   // One warp per row if a split still has a few entries: rows of different lengths then do not wait
   // for each other.
   const int64_t mean = p.pattern.entries / p.pattern.rows;
+  plan.units.chunks = chunks_for(p.pattern, plan.tiles);
   int splits_log2 = 0;
   while (plan.lanes_log2 + splits_log2 < 5 && 4 << splits_log2 <= mean) ++splits_log2;
   plan.units.group_log2 = plan.lanes_log2 + splits_log2;
-  plan.blocks_per_tile = ceil_div(thread_count(p.pattern, plan.units), kThreads);
+  plan.blocks_per_tile = ceil_div(thread_count(p.pattern, plan.units, kWarpLog2), kThreads);
   return plan;
 }
 
-bool reads_vectors(const Spmm& p) {
-  return in_vectors(p.dense, p.width, p.dtype) && in_vectors({p.out, p.width, 0}, p.width, p.dtype);
+int lanes_of(const Spmm& p) {
+  if (p.column_stride != 1) {
+    const int lanes = vector_lanes(p.dtype);
+    return rows_in_vectors(p.out, lanes, {p.width}) ? lanes : 1;
+  }
+  return min(sparse::lanes_of(p.dense, p.width, p.dtype),
+             sparse::lanes_of({p.out, p.width, 0}, p.width, p.dtype));
 }
 
-template <class T, class Index, int V>
-__global__ void __launch_bounds__(kThreads, kBlocks<T>) spmm_pieces(Spmm p, Plan plan) {
+template <class T, class Index, int V, bool kByColumn>
+__global__ void __launch_bounds__(kThreads, kBlocks<T, kByColumn>) spmm_pieces(Spmm p, Plan plan) {
   using C = Compute<T>;
   constexpr int U = kUnroll;
   wait_for_previous_kernel();
@@ -74,9 +97,16 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>) spmm_pieces(Spmm p, Plan
   const int64_t column = ((tile << plan.lanes_log2) + lane) * V;
   const bool inside = column < p.width;
   // A lane beyond the end reads the first columns, so that the loads need no condition.
-  const T* dense =
-      static_cast<const T*>(p.dense.data) + batch * p.dense.batch_stride + (inside ? column : 0);
+  const T* dense = static_cast<const T*>(p.dense.data) + batch * p.dense.batch_stride +
+                   (inside ? column : 0) * (kByColumn ? p.column_stride : 1);
   const int row_stride = static_cast<int>(p.dense.row_stride);
+  const auto load = [&](const int (&row_index)[kUnroll], Vec<T, V>(&rows)[kUnroll]) {
+    if constexpr (kByColumn) {
+      load_strided<V>(dense, row_stride, p.column_stride, row_index, rows);
+    } else {
+      load_rows<V>(dense, row_stride, row_index, rows);
+    }
+  };
   const auto value_at = [&](Index e) {
     return convert<C>(
         __ldg(values + (order == nullptr ? e : static_cast<Index>(__ldg(order + e)))));
@@ -102,7 +132,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>) spmm_pieces(Spmm p, Plan
     for (; e + (U - 1) * splits < piece.end; e += U * splits) {
 #pragma unroll
       for (int u = 0; u < U; ++u) row_index[u] = static_cast<int>(__ldg(col + e + u * splits));
-      load_rows<V>(dense, row_stride, row_index, rows);
+      load(row_index, rows);
 #pragma unroll
       for (int u = 0; u < U; ++u) weight[u] = value_at(e + u * splits);
       add();
@@ -114,7 +144,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>) spmm_pieces(Spmm p, Plan
         row_index[u] = one < piece.end ? static_cast<int>(__ldg(col + one)) : -1;
         weight[u] = one < piece.end ? value_at(one) : C(0);
       }
-      load_rows<V>(dense, row_stride, row_index, rows);
+      load(row_index, rows);
       add();
     }
     for (int s = splits / 2; s > 0; s /= 2) {
@@ -133,7 +163,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>) spmm_pieces(Spmm p, Plan
       for (int i = 0; i < V; ++i) partial[i] = sum[i];
     }
   };
-  for_each_piece(p.pattern, crow, plan.units, in_tile * kThreads + threadIdx.x, multiply);
+  for_each_piece(p.pattern, crow, plan.units, kWarpLog2, in_tile * kThreads + threadIdx.x,
+                 multiply);
 }
 
 /// A block adds the partial results of the long row that begins in its chunk and continues after
@@ -164,8 +195,9 @@ __global__ void __launch_bounds__(kThreads) add_parts(Spmm p, Chunks chunks) {
 }
 
 /// The division of work as text, for torchkiln.explain().
-const char* describe(const Plan& plan) {
+const char* describe(const Spmm& p, const Plan& plan) {
   const bool is_split = plan.units.chunks.count > 0;
+  if (p.column_stride != 1) return "columns of the dense matrix, without a copy in rows";
   if (plan.units.group_log2 == 5)
     return is_split ? "one warp per row, long rows split" : "one warp per row";
   return is_split ? "several rows per warp, long rows split" : "several rows per warp";
@@ -178,20 +210,22 @@ Status spmm(const Spmm& arguments, Allocate allocate, CUstream_st* stream) {
   if (const char* reason = too_large(arguments.pattern, arguments.dense.row_stride))
     return {reason};
   return dispatch_sparse(
-      arguments.dtype, arguments.pattern.wide, reads_vectors(arguments),
+      arguments.dtype, arguments.pattern.wide, lanes_of(arguments),
       [&](auto type, auto index, auto vector) {
         using T = typename decltype(type)::type;
         using Index = typename decltype(index)::type;
         Spmm p = arguments;
         const Plan plan = make_plan(p, vector);
-        if (trace::Listener* listener = trace::listening()) listener->noted(describe(plan));
+        if (trace::Listener* listener = trace::listening()) listener->noted(describe(p, plan));
         const int64_t chunks = plan.units.chunks.count * p.batch;
         const int64_t blocks = plan.blocks_per_tile * plan.tiles * p.batch;
         if (blocks > kMaxGridX || chunks > kMaxGridX) return Status{"too many rows for one launch"};
         p.workspace = allocate(static_cast<size_t>(2 * chunks * p.width) * sizeof(Compute<T>));
-        const Status status = launch_overlapped(
-            spmm_pieces<T, Index, vector>, {dim3(static_cast<unsigned>(blocks)), dim3(kThreads)},
-            stream, p, plan);
+        auto kernel = spmm_pieces<T, Index, vector, false>;
+        if constexpr (vector == 1 || vector == kVectorLanes<T>)
+          if (p.column_stride != 1) kernel = spmm_pieces<T, Index, vector, true>;
+        const Grid grid{dim3(static_cast<unsigned>(blocks)), dim3(kThreads)};
+        const Status status = launch_overlapped(kernel, grid, stream, p, plan);
         if (!status.ok() || chunks == 0) return status;
         return launch_overlapped(add_parts<T, Index>,
                                  {dim3(static_cast<unsigned>(chunks)), dim3(kThreads)}, stream, p,

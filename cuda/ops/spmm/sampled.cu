@@ -1,5 +1,6 @@
 // The dot product of a row of `left` and a row of `right` for each entry of a sparse pattern: the
-// gradient of the values of a product. Eight lanes read a row, eight entries are in flight.
+// gradient of the values of a product. Eight lanes read a row, eight entries are in flight. A warp
+// reads wide rows, four vectors of four entries at a time.
 
 #include "detail/sparse/csr_launch.cuh"
 
@@ -10,16 +11,34 @@ using namespace sparse;
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kLanes = 8;   // threads per row, which read 128 bytes at a time
-constexpr int kUnroll = 8;  // entries whose rows are in flight together
 
-/// Sums part[u] over kLanes lanes; lane u gets the sum of entry u. Each step halves the entries of
-/// a lane, so that 8 sums over 8 lanes take 7 shuffles instead of 24.
-template <class C>
-__device__ __forceinline__ C sum_over_lanes(C (&part)[kUnroll], int lane) {
-  static_assert(kUnroll == kLanes, "one entry for each lane");
+/// The rows that a group of kLanes threads has in flight: kSteps vectors per thread of each of
+/// kUnroll entries.
+struct Narrow {
+  static constexpr int kLanes = 8, kUnroll = 8, kSteps = 1;
+};
+struct Wide {
+  static constexpr int kLanes = 32, kUnroll = 4, kSteps = 4;
+};
+
+/// A chunk of wide rows has as many threads as a row.
+template <class Flight>
+TORCHKILN_HOST_DEVICE int chunk_log2_of(const Units& units) {
+  return Flight::kSteps > 1 ? units.group_log2 : 5;
+}
+
+/// Blocks per SM: 72 registers per thread for narrow rows of float32, 128 for wide rows. Other
+/// types need more: 2-byte types widen 8 rows of 16 bytes to 32 bytes each.
+template <class Flight, class T>
+constexpr int kBlocks = Flight::kSteps > 1 ? (sizeof(T) == sizeof(float) ? 4 : 3)
+                                           : (sizeof(T) == sizeof(float) ? 7 : 5);
+
+/// Sums part[u] over kLanes lanes; lane u gets the sum of entry u. Each of the first steps halves
+/// the entries of a lane, so that 8 sums over 8 lanes take 7 shuffles instead of 24.
+template <int kLanes, class C, int U>
+__device__ __forceinline__ C sum_over_lanes(C (&part)[U], int lane) {
 #pragma unroll
-  for (int n = kUnroll / 2; n > 0; n /= 2) {
+  for (int n = U / 2; n > 0; n /= 2) {
     const bool is_upper = (lane & n) != 0;
 #pragma unroll
     for (int i = 0; i < n; ++i) {
@@ -28,19 +47,18 @@ __device__ __forceinline__ C sum_over_lanes(C (&part)[kUnroll], int lane) {
       part[i] = kept + __shfl_xor_sync(~0u, other, n);
     }
   }
+#pragma unroll
+  for (int n = U; n < kLanes; n *= 2) part[0] += __shfl_xor_sync(~0u, part[0], n);
   return part[0];
 }
 
-/// Blocks per SM: 64 registers per thread for float32. Other types need more: 2-byte types widen 8
-/// rows of 16 bytes to 32 bytes each.
-template <class T>
-constexpr int kBlocks = sizeof(T) == sizeof(float) ? 8 : 5;
-
-template <class T, class Index, int V>
-__global__ void __launch_bounds__(kThreads, kBlocks<T>)
+template <class Flight, class T, class Index, int V>
+__global__ void __launch_bounds__(kThreads, kBlocks<Flight, T>)
     sampled_pieces(SampledProduct p, Units units, int64_t blocks_per_matrix) {
   using C = Compute<T>;
-  constexpr int U = kUnroll;
+  constexpr int U = Flight::kUnroll;
+  constexpr int kLanes = Flight::kLanes;
+  constexpr int kStep = kLanes * V;
   wait_for_previous_kernel();
   const int64_t batch = blockIdx.x / blocks_per_matrix;
   const int64_t in_matrix = blockIdx.x - batch * blocks_per_matrix;
@@ -50,11 +68,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
   const int64_t summed = p.summed ? p.batch : 1;
   const int row_stride = static_cast<int>(p.right.row_stride);
   const int lane = threadIdx.x % kLanes;
+  const int64_t thread = in_matrix * kThreads + threadIdx.x;
 
   // Groups of lanes alternate over the entries of a piece, U at a time.
   const auto multiply = [&](const Piece<Index>& piece, int group_log2) {
     const int splits = (1 << group_log2) / kLanes;
-    const int split = threadIdx.x / kLanes & (splits - 1);
+    const int split = static_cast<int>(thread / kLanes) & (splits - 1);
     const int64_t row = max(piece.row, 0) * p.left.row_stride;
     // All lanes take part in the shuffles, so each continues until the last one is done.
     for (Index e = piece.begin + U * split; __any_sync(~0u, e < piece.end); e += U * splits) {
@@ -68,26 +87,58 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
       for (int64_t k = batch; k < batch + summed; ++k) {
         const T* left = static_cast<const T*>(p.left.data) + k * p.left.batch_stride + row;
         const T* right = static_cast<const T*>(p.right.data) + k * p.right.batch_stride;
-        for (int64_t column = lane * V; column < p.width; column += kLanes * V) {
-          Vec<T, V> rows[U];
-          load_rows<V>(right + column, row_stride, row_index, rows);
-          C x[V];
-          widen(load_constant<V>(left + column), x);
+        for (int64_t column = lane * V; column < p.width; column += Flight::kSteps * kStep) {
+          Vec<T, V> rows[Flight::kSteps][U];
+          Vec<T, V> factors[Flight::kSteps];
 #pragma unroll
-          for (int u = 0; u < U; ++u) {
-            C y[V];
-            widen(rows[u], y);
+          for (int s = 0; s < Flight::kSteps; ++s) {
+            // A step beyond the end adds products of zeros.
+            const int64_t place = column + s * kStep;
+            const bool inside = s == 0 || place < p.width;
+            load_rows<V>(right + place, row_stride, row_index, rows[s], inside);
+            factors[s] = inside ? load_part<V>(left + place) : Vec<T, V>{};
+          }
 #pragma unroll
-            for (int i = 0; i < V; ++i) part[u] += x[i] * y[i];
+          for (int s = 0; s < Flight::kSteps; ++s) {
+            C x[V];
+            widen(factors[s], x);
+#pragma unroll
+            for (int u = 0; u < U; ++u) {
+              C y[V];
+              widen(rows[s][u], y);
+#pragma unroll
+              for (int i = 0; i < V; ++i) part[u] += x[i] * y[i];
+            }
           }
         }
       }
-      const C total = sum_over_lanes(part, lane);
-      if (e + lane < piece.end)
+      const C total = sum_over_lanes<kLanes>(part, lane);
+      if (lane < U && e + lane < piece.end)
         static_cast<T*>(p.out)[batch * p.pattern.entries + e + lane] = convert<T>(total);
     }
   };
-  for_each_piece(p.pattern, crow, units, in_matrix * kThreads + threadIdx.x, multiply);
+  for_each_piece(p.pattern, crow, units, chunk_log2_of<Flight>(units), thread, multiply);
+}
+
+/// With fewer entries, groups of eight lanes leave most of the GPU idle.
+constexpr int64_t kFewEntries = 1 << 15;
+
+Units narrow_units(const CsrPattern& pattern) {
+  Units units{make_chunks(pattern, 512), 3};
+  const int64_t mean = pattern.entries / pattern.rows;
+  while (units.group_log2 < 5 && 2 * Narrow::kUnroll << (units.group_log2 - 3) <= mean)
+    ++units.group_log2;
+  return units;
+}
+
+/// A row has several warps, so that each has a few rounds. Pieces are not added, so they may be
+/// short.
+Units wide_units(const CsrPattern& pattern) {
+  Units units{make_chunks(pattern, 64), 5};
+  const int64_t mean = pattern.entries / pattern.rows;
+  while (units.group_log2 < 12 && int64_t{2 * Wide::kUnroll} << (units.group_log2 - 5) <= mean)
+    ++units.group_log2;
+  return units;
 }
 
 }  // namespace
@@ -96,19 +147,20 @@ Status sampled_product(const SampledProduct& p, CUstream_st* stream) {
   const int64_t outputs = p.summed ? 1 : p.batch;
   if (outputs * p.pattern.rows * p.pattern.entries == 0) return {};
   if (const char* reason = too_large(p.pattern, p.right.row_stride)) return {reason};
-  const bool vectors =
-      in_vectors(p.left, p.width, p.dtype) && in_vectors(p.right, p.width, p.dtype);
-  return dispatch_sparse(p.dtype, p.pattern.wide, vectors, [&](auto type, auto index, auto vector) {
-    Units units{make_chunks(p.pattern), 3};
-    const int64_t mean = p.pattern.entries / p.pattern.rows;
-    while (units.group_log2 < 5 && 2 * kUnroll << (units.group_log2 - 3) <= mean)
-      ++units.group_log2;
-    const int64_t blocks = ceil_div(thread_count(p.pattern, units), kThreads);
+  const int lanes = min(lanes_of(p.left, p.width, p.dtype), lanes_of(p.right, p.width, p.dtype));
+  return dispatch_sparse(p.dtype, p.pattern.wide, lanes, [&](auto type, auto index, auto vector) {
+    using T = typename decltype(type)::type;
+    using Index = typename decltype(index)::type;
+    const int64_t vectors = ceil_div(p.width, vector);
+    const bool is_wide = vectors > (p.pattern.entries <= kFewEntries ? 16 : 64);
+    const Units units = is_wide ? wide_units(p.pattern) : narrow_units(p.pattern);
+    const int chunk_log2 = is_wide ? chunk_log2_of<Wide>(units) : chunk_log2_of<Narrow>(units);
+    const int64_t blocks = ceil_div(thread_count(p.pattern, units, chunk_log2), kThreads);
     if (blocks * outputs > kMaxGridX) return Status{"too many rows for one launch"};
     const Grid grid{dim3(static_cast<unsigned>(blocks * outputs)), dim3(kThreads)};
-    return launch_overlapped(
-        sampled_pieces<typename decltype(type)::type, typename decltype(index)::type, vector>, grid,
-        stream, p, units, blocks);
+    const auto kernel =
+        is_wide ? sampled_pieces<Wide, T, Index, vector> : sampled_pieces<Narrow, T, Index, vector>;
+    return launch_overlapped(kernel, grid, stream, p, units, blocks);
   });
 }
 

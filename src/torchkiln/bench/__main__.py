@@ -173,7 +173,8 @@ def run_fuzz(options: argparse.Namespace) -> int:
     output_json(WHERE, options.json, json_lines(found.as_dict()))
     if not found.is_whole:
         return Status.INTERRUPTED
-    return Status.FOUND if found.slower or not found.timed else Status.DONE
+    has_findings = found.slower or found.failed or not found.timed
+    return Status.FOUND if has_findings else Status.DONE
 
 
 def run(options: argparse.Namespace) -> int:

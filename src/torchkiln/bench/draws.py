@@ -9,6 +9,7 @@ from random import Random
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchkiln
 from torchkiln.bench.case import BACKWARD, FORWARD, BenchCase
@@ -69,10 +70,29 @@ def laid_out(sample: Sample, name: str) -> Sample:
     return sample
 
 
-def sizes_of(spec: OpSpec, rng: Random, most: int) -> tuple[int, int]:
-    """Rows and columns; products have fewer columns, because a weight has columns**2 elements."""
-    rows, columns = drawn_sizes(rng, most, 2)
-    return (rows, min(columns, 1 << 13)) if spec.threads_matter else (rows, columns)
+def fitting(
+    spec: OpSpec, device: torch.device, dtype: torch.dtype, shape: tuple[int, int], most: int
+) -> tuple[int, int]:
+    """The shape, with its larger size halved until no tensor has more than ``most`` bytes.
+
+    A weight may have columns**2 elements, and the rows of a tensor another width than ``columns``.
+    """
+    rows, columns = shape
+    with FakeTensorMode():
+        while max(rows, columns) > 1 and any(
+            tensor.nbytes > most for tensor in spec.bench(device, dtype, (rows, columns)).tensors
+        ):
+            rows, columns = (rows // 2, columns) if rows > columns else (rows, columns // 2)
+    return rows, columns
+
+
+def sizes_of(
+    spec: OpSpec, device: torch.device, dtype: torch.dtype, rng: Random, most: int
+) -> tuple[int, int]:
+    """Rows and columns; products have fewer columns, which bounds their operations."""
+    rows, columns = drawn_sizes(rng, most // dtype.itemsize, 2)
+    shape = (rows, min(columns, 1 << 13)) if spec.threads_matter else (rows, columns)
+    return fitting(spec, device, dtype, shape, most)
 
 
 def key(seed: int, number: int) -> str:
@@ -87,11 +107,11 @@ def drawn(specs: Sequence[OpSpec], device: torch.device, seed: int, number: int)
     spec = rng.choice(specs)
     dtype = rng.choice([d for d in DTYPES if d in spec.dtypes] or spec.dtypes)
     on_gpu = device.type == "cuda"
-    most = (MOST_BYTES if on_gpu else MOST_BYTES_ON_CPU) // dtype.itemsize
+    most = MOST_BYTES if on_gpu else MOST_BYTES_ON_CPU
     if spec.drawn is not None:
-        label, sample = "", spec.drawn(device, dtype, rng, most)
+        label, sample = "", spec.drawn(device, dtype, rng, most // dtype.itemsize)
     else:
-        shape = sizes_of(spec, rng, most)
+        shape = sizes_of(spec, device, dtype, rng, most)
         variant = rng.choice((0, *range(1 + count(spec, device, dtype))))
         if variant and spec.bench_variants is not None:
             label, sample = next(

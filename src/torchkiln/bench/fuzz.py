@@ -98,6 +98,15 @@ def best(clock: Clock, calls: Mapping[str, Call], *, least: bool = False) -> tup
     return found
 
 
+class EagerError(Exception):
+    """Eager torch raised an error, so that there is nothing to compare with."""
+
+
+def words_of(error: Exception) -> str:
+    """The type of an error, and the first line of its text."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
 def timed(draw: Draw) -> Timed:
     """Measure a drawn call."""
     case, direction = draw.case, draw.direction
@@ -105,10 +114,13 @@ def timed(draw: Draw) -> Timed:
     device = sample.tensors[0].device
     results = outputs(sample.call(case.spec.op))
     grads = [torch.randn_like(result) for result in results]
-    calls = {
-        "ours": call_of(case, case.spec.op, direction, grads),
-        "eager": call_of(case, case.spec.composite, direction, grads),
-    }
+    calls = {"ours": call_of(case, case.spec.op, direction, grads)}
+    calls["ours"]()
+    try:
+        calls["eager"] = call_of(case, case.spec.composite, direction, grads)
+        calls["eager"]()
+    except Exception as error:
+        raise EagerError(reason_of(error) or f"eager torch raised: {words_of(error)}") from error
     seconds, eager = best(device_clock(device), calls)
     size = sum(tensor.nbytes for tensor in sample.tensors)
     host = eager_host = None
@@ -132,6 +144,8 @@ class Run(Report):
     timed: list[Timed] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     """The reasons of calls that were not made, by their keys."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """The errors that our ops raised, with the calls, by their keys."""
     is_whole: bool = True
     """False if the time limit or Ctrl-C ended the run before the last call."""
 
@@ -148,16 +162,19 @@ class Run(Report):
             "is_whole": self.is_whole,
             "rows": [asdict(one) | {"is_slower": one.is_slower} for one in self.timed],
             "refused": [{"key": key, "reason": why} for key, why in self.refused.items()],
+            "failed": [{"key": key, "reason": why} for key, why in self.failed.items()],
         }
 
     def summary(self) -> list[str]:
-        """The slower calls, the calls that were not made, and the counts."""
+        """The slower calls, the calls that were not made or failed, and the counts."""
         slower, count = self.slower, len(self.timed)
         limit = f"{LEAST} x the speed of eager torch, and {duration(SLACK)} more"
+        others = f"{len(self.refused)} left out, {len(self.failed)} failed"
         return [
             *(one.line() for one in slower),
             *(f"left out {key}: {reason}" for key, reason in self.refused.items()),
-            f"{len(slower)} of {count} calls are below {limit}; {len(self.refused)} left out",
+            *(f"failed {key}: {reason}" for key, reason in self.failed.items()),
+            f"{len(slower)} of {count} calls are below {limit}; {others}",
         ]
 
 
@@ -180,9 +197,8 @@ def fuzz(
                 run.is_whole = False
                 break
             name = key(seed, number)
-            one = done.get(name) or draw_and_time(specs, device, seed, number)
-            if isinstance(one, str):
-                run.refused[name] = one
+            one = done.get(name) or draw_and_time(run, specs, device, seed, number)
+            if one is None:
                 continue
             if file is not None and name not in done:
                 with file.open("a", encoding="utf-8") as lines:
@@ -194,17 +210,25 @@ def fuzz(
 
 
 def draw_and_time(
-    specs: Sequence[OpSpec], device: torch.device, seed: int, number: int
-) -> Timed | str:
-    """The times of a drawn call, or the reason why it was not made: too large, or refused."""
+    run: Run, specs: Sequence[OpSpec], device: torch.device, seed: int, number: int
+) -> Timed | None:
+    """The times of a drawn call; for None, ``run`` has the reason: left out, or failed."""
+    name, draw = key(seed, number), None
     try:
         draw = drawn(specs, device, seed, number)
-        return TOO_LARGE if draw is None else timed(draw)
+        if draw is not None:
+            return timed(draw)
+        run.refused[name] = TOO_LARGE
+    except EagerError as error:
+        run.refused[name] = str(error)
     except Exception as error:
         reason = reason_of(error)
-        if reason is None:
-            raise
-        return reason
+        if reason is not None:
+            run.refused[name] = reason
+        else:
+            call = f"  {draw.direction}  {text(draw)}" if draw is not None else ""
+            run.failed[name] = words_of(error) + call
+    return None
 
 
 def opened(file: Path, device: torch.device) -> dict[str, Timed]:

@@ -142,30 +142,34 @@ def wider(sample: Sample) -> Sample:
     return replace(sample, args=(values, torch.cat([b, b], dim=-1)))
 
 
+def multiplied(name: str, rows: int, entries: int, b: Tensor) -> Sample:
+    """A sparse matrix with at most this many entries at random places, times ``b``."""
+    columns, device = b.shape[0], b.device
+    places = torch.randint(rows * columns, (entries,), device=device).unique()
+    crow = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+    crow[1:] = torch.bincount(places // columns, minlength=rows).cumsum(0)
+    values = torch.randn(places.shape, device=device, dtype=b.dtype)
+    return Sample(name, (values, b), {"crow": crow, "col": places % columns})
+
+
 def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
     """A square matrix with 1 % of its elements (0.1 % if it is large) times a dense matrix."""
     rows, width = shape
     entries = int(rows * rows * (0.01 if rows <= 16384 else 0.001))
-    places = torch.randint(rows * rows, (max(1, entries),), device=device).unique()
-    crow = torch.zeros(rows + 1, dtype=torch.int64, device=device)
-    crow[1:] = torch.bincount(places // rows, minlength=rows).cumsum(0)
-    values = torch.randn(places.shape, device=device, dtype=dtype)
     b = torch.randn(rows, width, device=device, dtype=dtype)
-    return Sample("bench", (values, b), {"crow": crow, "col": places % rows})
+    return multiplied("bench", rows, max(1, entries), b)
 
 
 def drawn(device: torch.device, dtype: torch.dtype, rng: Random, most: int) -> Sample:
-    """Rows with 1, 4, 16 or 64 entries on average, times a dense matrix of random width."""
+    """Rows with up to 1, 4, 16 or 64 entries on average, times a dense matrix of random width.
+
+    No entry occurs twice, which backward of torch's sparse tensors would refuse.
+    """
     rows, columns = (drawn_sizes(rng, min(most, 1 << 17), 1)[0] for _ in range(2))
     width = drawn_sizes(rng, max(1, min(most // max(rows, columns), 1 << 13)), 1)[0]
     entries = min(rows * rng.choice((1, 4, 16, 64)), rows * columns, 1 << 22)
-    row = torch.randint(rows, (entries,), device=device)
-    crow = torch.zeros(rows + 1, dtype=torch.int64, device=device)
-    crow[1:] = torch.bincount(row, minlength=rows).cumsum(0)
-    col = torch.randint(columns, (entries,), device=device)
-    values = torch.randn(entries, device=device, dtype=dtype)
     b = torch.randn(columns, width, device=device, dtype=dtype)
-    return Sample("drawn", (values, b), {"crow": crow, "col": col})
+    return multiplied("drawn", rows, entries, b)
 
 
 def operations(sample: Sample) -> tuple[int, int]:
