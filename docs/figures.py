@@ -6,6 +6,7 @@ The runs are docs/results/NAME.json, written by `torchkiln bench --json`. Pages 
     <!-- results:NAME add relu -->  large calls of these ops beside their peers
     <!-- headlines -->              the calls in HEADLINES, and those in LOSSES
     <!-- slowest -->                the ten calls of all runs that lose most to a peer
+    <!-- random -->                 the slowest ten of random calls beside torch, and the counts
     <!-- ops:FAMILY -->             calls, formulas and schemas of a family; ops:all the contract
 
 A block ends with its first mark and a slash: <!-- /results:NAME -->, <!-- /headlines -->. --check
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -24,11 +26,13 @@ from pathlib import Path
 import op_reference
 
 from torchkiln.bench import Measurement, Record
+from torchkiln.bench.fuzz import read as read_random
 from torchkiln.bench.report import duration, size, skips
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(
-    r"<!-- (?P<kind>results|ops|headlines|slowest)(?::(?P<name>\w+))?(?P<ops>(?: \w+)*) -->\n"
+    r"<!-- (?P<kind>results|ops|headlines|slowest|random)"
+    r"(?::(?P<name>\w+))?(?P<ops>(?: \w+)*) -->\n"
     r"(?:.*?)(?P<end><!-- /(?P=kind)(?::(?P=name))? -->)",
     re.DOTALL,
 )
@@ -164,6 +168,30 @@ def slowest(files: dict[str, Path], count: int = 10) -> str:
     return "\n".join([*lines, ""])
 
 
+def random_calls(results: Path, count: int = 10) -> str:
+    """The random calls that lose most to eager torch, and how many do."""
+    lines: list[str] = []
+    for path in sorted(results.glob("*_fuzz.jsonl")):
+        machine, calls = read_random(path)
+        slower = sorted((one for one in calls if one.is_slower), key=lambda one: one.speedup)
+        middle = statistics.median(one.speedup for one in calls)
+        share = f"{len(slower):,} ({len(slower) / len(calls):.1%})"
+        lines += [
+            f"{machine['device']}, torch {machine['torch']}, [{path.name}](results/{path.name}):",
+            f"{share} of {len(calls):,} calls take over 5 % and 1 us longer than in eager torch.",
+            f"Half of the calls are at least {middle:.2f} times as fast as there.",
+            "",
+            "| times as fast | ours | torch | direction | call |",
+            "|---:|---:|---:|---|---|",
+        ]
+        for one in slower[:count]:
+            ours, theirs = min(one.pairs, key=lambda pair: pair[1] / pair[0])
+            cells = f"{one.speedup:.2f}", duration(ours), duration(theirs), one.direction
+            lines.append(f"| {' | '.join(cells)} | `{one.call}` |")
+        lines.append("")
+    return "\n".join(lines)
+
+
 def written(page: str, files: dict[str, Path]) -> str:
     """The page with new tables."""
 
@@ -175,6 +203,8 @@ def written(page: str, files: dict[str, Path]) -> str:
             text = headlines(files)
         elif match["kind"] == "slowest":
             text = slowest(files)
+        elif match["kind"] == "random":
+            text = random_calls(next(iter(files.values())).parent)
         elif ops:
             text = beside(read(files[name]), ops)
         else:

@@ -17,6 +17,7 @@ import torch
 
 import torchkiln
 from torchkiln import bench
+from torchkiln.bench import fuzz
 from torchkiln.bench.case import cases
 from torchkiln.bench.clock import HostClock, cpu_clock
 from torchkiln.bench.measure import Settings, time_case, time_host
@@ -125,6 +126,21 @@ def test_calls_that_lose_most_stand_first(figures: ModuleType) -> None:
     least = sorted(row.speedup for row in rows if row.speedup is not None)[:10]
     lines = figures.slowest(files).splitlines()[2:]
     assert [line.rsplit("|", 2)[1].split()[0] for line in lines] == [f"{s:.2f}" for s in least]
+
+
+def test_random_calls_that_lose_are_counted(figures: ModuleType, tmp_path: Path) -> None:
+    calls = [
+        fuzz.Timed(f"1:{n}", "relu", "", "forward", "", 8, 1e-4, eager, None, None, f"relu({n})")
+        for n, eager in enumerate((2e-4, 0.5e-4, 1e-4, 0.2e-4))
+    ]
+    lines = [{"device": "GPU", "torch": "2"}, *(one.in_file() for one in calls)]
+    path = tmp_path / "gpu_fuzz.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    assert "relu(2)" not in path.read_text()
+    text = figures.random_calls(tmp_path)
+    assert "2 (50.0%) of 4 calls" in text
+    assert "at least 0.75 times" in text
+    assert re.findall(r"relu\((\d)\)", text) == ["3", "1"]
 
 
 def test_every_file_has_its_place(

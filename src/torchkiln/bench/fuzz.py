@@ -55,7 +55,7 @@ class Timed:
     """Host seconds of the call, for small calls."""
     eager_host: float | None
     call: str
-    """The call as Python code."""
+    """The call as Python code; empty in a file if it is not slower, as the key draws it again."""
 
     @property
     def pairs(self) -> list[tuple[float, float]]:
@@ -74,6 +74,10 @@ class Timed:
     def is_slower(self) -> bool:
         """Whether the call is slower than torch by more than the limit."""
         return any(loses(*pair) for pair in self.pairs)
+
+    def in_file(self) -> dict[str, Any]:
+        """The line of a file."""
+        return asdict(self) | ({} if self.is_slower else {"call": ""})
 
     def line(self) -> str:
         """A row of the list of slower calls."""
@@ -202,7 +206,7 @@ def fuzz(
                 continue
             if file is not None and name not in done:
                 with file.open("a", encoding="utf-8") as lines:
-                    lines.write(json.dumps(asdict(one)) + "\n")
+                    lines.write(json.dumps(one.in_file()) + "\n")
             run.timed.append(one)
     except KeyboardInterrupt:
         run.is_whole = False
@@ -240,12 +244,17 @@ def opened(file: Path, device: torch.device) -> dict[str, Timed]:
     if not file.exists():
         file.write_text(json.dumps(here) + "\n", encoding="utf-8")
         return {}
-    first, *lines = file.read_text(encoding="utf-8").splitlines()
-    found = json.loads(first)
+    found, calls = read(file)
     if found != here:
         other = [f"{name} {found.get(name)}" for name in here if found.get(name) != here[name]]
         raise ValueError(
             f"torchkiln.bench: --out: got the calls of {', '.join(other)} in {file}, expected a "
             "file of this machine and version; name another folder"
         )
-    return {one.key: one for one in (Timed(**json.loads(line)) for line in lines)}
+    return {one.key: one for one in calls}
+
+
+def read(file: Path) -> tuple[dict[str, Any], list[Timed]]:
+    """The machine and the calls of a run."""
+    first, *lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+    return first, [Timed(**line) for line in lines]

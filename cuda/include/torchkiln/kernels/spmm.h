@@ -48,7 +48,8 @@ struct Spmm {
 inline bool reads_columns(const Spmm& p) {
   const int64_t matrices = p.dense.batch_stride == 0 ? 1 : p.batch;
   return p.column_stride != 1 && p.dense.row_stride == 1 &&
-         2 * p.pattern.entries * p.batch <= matrices * p.pattern.columns * size_of(p.dtype);
+         2 * p.pattern.entries * p.batch <=
+             matrices * p.pattern.columns * static_cast<int64_t>(size_of(p.dtype));
 }
 
 /// out[b, e] = the dot product of row i of left[b] and row j of right[b], for entry e at (i, j);
