@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchkiln
+from torchkiln.typing import Activation
 
 DEVICES = [
     "cpu",
@@ -57,7 +58,7 @@ def test_the_layout_is_that_of_x(device: str, shape: tuple[int, ...]) -> None:
     [("float32", "none", 2e-5), ("float16", "silu", 2e-3), ("bfloat16", "gelu", 1e-2)],
 )
 def test_groups_that_several_blocks_share(
-    device: str, shape: tuple[int, ...], groups: int, dtype: str, act: str, most: float
+    device: str, shape: tuple[int, ...], groups: int, dtype: str, act: Activation, most: float
 ) -> None:
     if device == "cpu" and act != "none":
         pytest.skip("the kernels of the CPU do not depend on the length of a group")
@@ -69,15 +70,15 @@ def test_groups_that_several_blocks_share(
     grad /= 4  # float16 holds the sums
     weight, bias = torch.randn(2, shape[1], generator=generator, device=device, dtype=torch.float64)
     given = [t.to(getattr(torch, dtype)).requires_grad_() for t in (x, weight, bias)]
-    y = torchkiln.group_norm(given[0], groups, *given[1:], act=act)
+    y = torchkiln.group_norm(given[0], groups, given[1], given[2], act=act)
     found = torch.autograd.grad(y, given, grad.to(y.dtype))
     truth = [t.detach().double().requires_grad_() for t in given]
-    z = F.group_norm(truth[0], groups, *truth[1:])
+    z = F.group_norm(truth[0], groups, truth[1], truth[2])
     wide = z if act == "none" else getattr(F, act)(z)
     expected = torch.autograd.grad(wide, truth, grad.to(y.dtype).double())
     for ours, theirs in zip((y, *found), (wide, *expected), strict=True):
         assert (ours.double() - theirs).abs().max() < most * theirs.abs().max()
-    again = torchkiln.group_norm(given[0], groups, *given[1:], act=act)
+    again = torchkiln.group_norm(given[0], groups, given[1], given[2], act=act)
     for one, other in zip(found, torch.autograd.grad(again, given, grad.to(y.dtype)), strict=True):
         assert torch.equal(one, other)
 
