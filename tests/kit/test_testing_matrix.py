@@ -56,7 +56,7 @@ def test_a_cell_is_a_pass_a_reason_or_a_failure() -> None:
     )
     number = {name: i for i, name in enumerate(CHECKS, 1)}
     head = "a chip, torch 2.13 with CUDA 13.0, torchkiln 1.0, commit aaaaaaaaaa, 2026-01-02"
-    assert f"{head}: 1 of 4 kept, **1 broken**." in text
+    assert f"{head}: 1 of 4 passed, **1 failed**." in text
     assert f"| | {number['values']} | {number['vmap']} |" in text
     assert "| `mine` | + | (1) |" in text
     assert "| `other` | **FAILED** | (1) |" in text

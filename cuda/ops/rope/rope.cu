@@ -120,7 +120,7 @@ Status launch(const RopePlan& plan, CUstream_st* stream) {
 
 Status rope(const Rope& arguments, CUstream_st* stream) {
   const std::optional<RopePlan> plan = choose(arguments);
-  if (!plan) return {"more than 2^32 elements per token"};
+  if (!plan) return {"2^30 or more groups of vectors per token"};
   return dispatch_floating(arguments.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     return plan->lanes == 1 ? launch<T, 1>(*plan, stream)

@@ -85,9 +85,9 @@ def table(run: Run) -> str:
         cells = " | ".join(sign(run.cell(op, name), op, notes) for _, name in checks)
         lines.append(f"| `{op}` | {cells} |")
     found = [cell["status"] for cells in run.ops.values() for cell in cells.values()]
-    head = f"{run}: {found.count('passed')} of {len(found)} kept"
+    head = f"{run}: {found.count('passed')} of {len(found)} passed"
     if failed := found.count("failed"):
-        head += f", **{failed} broken**"
+        head += f", **{failed} failed**"
     reasons = [f"({i}) {reason}" for i, reason in enumerate(notes.reasons, 1)]
     return "\n".join([head + ".", "", *lines, "", *(f"{reason}  " for reason in reasons)]).rstrip()
 
