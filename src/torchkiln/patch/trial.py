@@ -79,8 +79,9 @@ def preserved(model: nn.Module) -> Iterator[None]:
     """Restores buffers and random states; without gradients, unless the model is trained now."""
     buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
     trains = model.training and torch.is_grad_enabled()
+    gpus = {x.device for x in (*model.parameters(), *buffers) if x.device.type == "cuda"}
     try:
-        with torch.random.fork_rng(), torch.set_grad_enabled(trains):
+        with torch.random.fork_rng(gpus), torch.set_grad_enabled(trains):
             yield
     finally:
         with torch.no_grad():
