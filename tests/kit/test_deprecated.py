@@ -55,6 +55,19 @@ def test_a_former_argument_of_a_function_that_is_routed() -> None:
         former(1, 2, True)
 
 
+@eager(lambda x, check: (x, check), former={"check_target": CHANGED})
+def numbered(x: int, *, check: float = 1e-6) -> tuple[int, float]:
+    return x, check
+
+
+def test_a_former_argument_whose_default_is_a_number() -> None:
+    former: Any = numbered
+    with pytest.warns(FutureWarning, match=r"^torchkiln\.numbered: "):
+        assert former(1, check_target=0.5) == (1, 0.5)
+    with pytest.raises(TypeError, match=r"check_target: got a value beside check"):
+        former(1, check_target=0.5, check=0.25)
+
+
 def test_a_former_argument_without_a_default() -> None:
     former: Any = required
     with pytest.warns(FutureWarning, match=r"^torchkiln\.required: "):

@@ -30,7 +30,8 @@ EXCESS = "_excess"
 """The parameter that separates positional from keyword parameters if no torch names do."""
 FORMER = """\
         if {old} is not ...:
-            {now} = value("{op}", "{old}", former["{old}"], {old}, is_alone={now} is {default})
+            is_alone = {now} is default_{now}
+            {now} = value("{op}", "{old}", former["{old}"], {old}, is_alone=is_alone)
 """
 REFUSED = """\
         if _excess is not ...:
@@ -61,7 +62,10 @@ def eager(
 
     def decorate(traced: F) -> F:
         parameters = inspect.signature(traced).parameters
-        order = declared(parameters, names, former or {})
+        renames = former or {}
+        order = declared(parameters, names, renames)
+        # The route compares these arguments with their defaults.
+        known = dict.fromkeys((*beside, *(one.now for one in renames.values())))
         op = traced.__name__.removeprefix("_")
         count = sum(p.kind is not p.KEYWORD_ONLY for p in parameters.values())
         renamed = [
@@ -70,12 +74,10 @@ def eager(
         ]
         if EXCESS in order:
             renamed.append(REFUSED.format(op=op, count=count))
-        for old, now in ((old, one.now) for old, one in (former or {}).items()):
-            default = plain(parameters[now].default)
-            renamed.append(FORMER.format(op=op, old=old, now=now, default=repr(default)))
+        renamed += [FORMER.format(op=op, old=old, now=one.now) for old, one in renames.items()]
         source = ROUTE.format(
             name=traced.__name__,
-            defaults="".join(f", default_{name}" for name in beside),
+            defaults="".join(f", default_{name}" for name in known),
             parameters=", ".join(order),
             renamed="".join(renamed),
             is_traced=" or ".join(["is_compiling()", *map(is_changed, beside)]),
@@ -88,14 +90,14 @@ def eager(
         scope: dict[str, Any] = {}
         file = inspect.getfile(traced)
         exec(compile(source, f"<eager route in {file}>", "exec"), traced.__globals__, scope)
-        unchanged = [parameters[name].default for name in beside]
+        defaults = [plain(parameters[name].default) for name in known]
         route = scope["routes"](
-            entry, traced, is_compiling, chosen, refuse, value, former, *unchanged
+            entry, traced, is_compiling, chosen, refuse, value, renames, *defaults
         )
         route.__defaults__ = traced.__defaults__
         if renamed:
             found = [parameters[n].default if n in parameters else ... for n in order]
-            if not names and not former:
+            if not names and not renames:
                 found = [default for default in found if default is not inspect.Parameter.empty]
             # If other names are accepted, a missing argument is None, which the entry refuses.
             route.__defaults__ = tuple(map(plain, found))
