@@ -166,3 +166,28 @@ def test_fused_batch_norms_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report["1"].seconds_now == 2.0
     assert not report.changed
     assert type(net) is nn.Sequential
+
+
+class Dropping(nn.Module):
+    """A gated unit with a dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(8, 8) for _ in range(3))
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = nn.functional.silu(self.gate(x)) * self.up(x)
+        y: Tensor = self.dropout(self.down(hidden))
+        return y
+
+
+def test_errors_are_those_of_evaluation() -> None:
+    """Two dropouts would differ by the size of the results."""
+    net = Dropping()
+    row = torchkiln.replace(nn.Sequential(net), example=torch.randn(4, 8))["0"]
+    assert net.training
+    assert net.dropout.training
+    assert row.kind == "glu"
+    assert row.error_now is not None
+    assert row.error_now < 1e-6

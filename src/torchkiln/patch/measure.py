@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+from torchkiln.patch.calls import Given
 from torchkiln.patch.compare import Comparison, of_calls
 from torchkiln.patch.plan import Match
 from torchkiln.patch.probe import first_dtype
 from torchkiln.patch.report import Replacement
-from torchkiln.patch.trial import Given
 
 Matches = Sequence[tuple[Replacement, nn.Module, Match]]
 
@@ -23,11 +24,19 @@ def measure(matches: Matches, calls: Mapping[nn.Module, Given]) -> None:
         dtype = first_dtype(floating)
         if dtype is None or calls[module].options or not match.plan.fits(module, *args):
             continue
-        found = of_calls(module, match.plan, [tuple(map(detached, args))], dtype)
+        with evaluated(module):
+            found = of_calls(module, match.plan, [args], dtype)
         if isinstance(found, Comparison):
             found.record(row)
 
 
-def detached(value: object) -> object:
-    """The value; a tensor without its gradient."""
-    return value.detach() if isinstance(value, Tensor) else value
+@contextmanager
+def evaluated(module: nn.Module) -> Iterator[None]:
+    """In evaluation mode: dropouts would make the results of both forwards differ."""
+    training = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, was in training.items():
+            part.training = was

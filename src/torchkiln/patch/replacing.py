@@ -11,8 +11,10 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
+from torchkiln.patch.calls import calls_of_modules
 from torchkiln.patch.formula import loss_function
 from torchkiln.patch.graph import batch_norm
+from torchkiln.patch.measure import measure
 from torchkiln.patch.plan import Candidate, Match, Plan, made_class
 from torchkiln.patch.probe import first_dtype
 from torchkiln.patch.registry import Registry
@@ -150,8 +152,7 @@ def tried(
     example: Any,
 ) -> tuple[list[Candidate], list[float]]:
     """The candidates that are faster on a batch, and the seconds of the model before and after."""
-    from torchkiln.patch.measure import measure  # noqa: PLC0415
-    from torchkiln.patch.trial import Trial, calls_of_modules  # noqa: PLC0415  imports the benchmark
+    from torchkiln.patch.trial import Trial  # noqa: PLC0415  imports the benchmark
 
     calls = calls_of_modules(model, [module for _, module, _ in candidates], example)
     measure(matches, calls)
@@ -185,7 +186,7 @@ def matched(
         if is_skipped(name, module, skip):
             row.reason = "skip"
         elif module in parts:
-            row.reason = "the new forward of its parent has its formula"
+            row.reason = "its formula is part of that of its parent"
         else:
             found = search.find(module, default, row, kinds)
             if found is not None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -12,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from torchkiln.bench.clock import Call, Times, in_turns, synchronize
+from torchkiln.patch.calls import Given, preserved
 from torchkiln.patch.plan import Candidate, made_class
 
 BUDGET = 0.1
@@ -28,67 +28,6 @@ SLOWER, MODEL_SLOWER = "slower on the example", "the model is slower on the exam
 """The reasons of modules that keep their forward."""
 
 
-@dataclass(frozen=True)
-class Given:
-    """The arguments of a call."""
-
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-
-    @classmethod
-    def of(cls, example: Any) -> Given:
-        """The arguments of the model."""
-        if isinstance(example, Mapping):
-            return cls((), dict(example))
-        return cls(example if isinstance(example, tuple) else (example,), {})
-
-    def leaves(self) -> Given:
-        """The same with detached tensors, which require a gradient where they did."""
-
-        def leaf(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            return value.detach().requires_grad_(value.requires_grad)
-
-        return Given(*tree_map(leaf, (self.args, self.options)))
-
-
-def calls_of_modules(
-    model: nn.Module, modules: Sequence[nn.Module], example: Any
-) -> dict[nn.Module, Given]:
-    """The arguments of the first call of each module in a call of the model."""
-    given: dict[nn.Module, Given] = {}
-
-    def keep(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if module not in given:
-            given[module] = Given(args, options).leaves()
-
-    hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in modules]
-    try:
-        with preserved(model):
-            call = Given.of(example)
-            model(*call.args, **call.options)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return given
-
-
-@contextmanager
-def preserved(model: nn.Module) -> Iterator[None]:
-    """Restores buffers and random states; without gradients, unless the model is trained now."""
-    buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
-    trains = model.training and torch.is_grad_enabled()
-    gpus = {x.device for x in (*model.parameters(), *buffers) if x.device.type == "cuda"}
-    try:
-        with torch.random.fork_rng(gpus), torch.set_grad_enabled(trains):
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in buffers.items():
-                buffer.copy_(value)
-
-
 @dataclass
 class Step:
     """One forward of a module, and its backward if gradients are on."""
@@ -97,8 +36,8 @@ class Step:
     given: Given
 
     def __post_init__(self) -> None:
-        tensors = [*tree_leaves((self.given.args, self.given.options)), *self.module.parameters()]
-        self.wanted = [x for x in tensors if isinstance(x, Tensor) and x.requires_grad]
+        values = self.given.values(self.module)
+        self.wanted = [x for x in values if isinstance(x, Tensor) and x.requires_grad]
         self.grads: list[Tensor] = []
 
     def __call__(self, forward: Callable[..., Any]) -> None:
@@ -231,17 +170,16 @@ def refuse(candidates: Sequence[Candidate], reason: str) -> None:
 
 def device_of(given: Given, module: nn.Module) -> torch.device:
     """The device of the tensors of a call."""
-    tensors = [*module.parameters(), *tree_leaves((given.args, given.options))]
-    return next((x.device for x in tensors if isinstance(x, Tensor)), torch.device("cpu"))
+    values = given.values(module)
+    return next((x.device for x in values if isinstance(x, Tensor)), torch.device("cpu"))
 
 
 def shapes(module: nn.Module, given: Given) -> tuple[Any, ...]:
     """What the time of a call depends on: layouts of the tensors, classes of the submodules."""
-    tensors = [*tree_leaves((given.args, given.options)), *module.parameters()]
     layouts = (
         (tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad)
         if isinstance(x, Tensor)
         else str(x)
-        for x in tensors
+        for x in given.values(module)
     )
     return (*layouts, *map(type, module.modules()))

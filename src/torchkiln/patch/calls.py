@@ -1,0 +1,77 @@
+"""The calls of the modules in a call of the model, which leaves no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+@dataclass(frozen=True)
+class Given:
+    """The arguments of a call."""
+
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, example: Any) -> Given:
+        """The arguments of the model."""
+        if isinstance(example, Mapping):
+            return cls((), dict(example))
+        return cls(example if isinstance(example, tuple) else (example,), {})
+
+    def leaves(self) -> Given:
+        """The same with detached tensors, which require a gradient where they did."""
+
+        def leaf(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return value.detach().requires_grad_(value.requires_grad)
+
+        return Given(*tree_map(leaf, (self.args, self.options)))
+
+    def values(self, module: nn.Module) -> list[Any]:
+        """All values that the call of a module depends on, its parameters included."""
+        return [*tree_leaves((self.args, self.options)), *module.parameters()]
+
+
+def calls_of_modules(
+    model: nn.Module, modules: Sequence[nn.Module], example: Any
+) -> dict[nn.Module, Given]:
+    """The arguments of the first call of each module in a call of the model."""
+    given: dict[nn.Module, Given] = {}
+
+    def keep(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if module not in given:
+            given[module] = Given(args, options).leaves()
+
+    hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in modules]
+    try:
+        with preserved(model):
+            call = Given.of(example)
+            model(*call.args, **call.options)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return given
+
+
+@contextmanager
+def preserved(model: nn.Module) -> Iterator[None]:
+    """Restores buffers and random states; without gradients, unless the model is trained now."""
+    buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
+    trains = model.training and torch.is_grad_enabled()
+    gpus = {x.device for x in (*model.parameters(), *buffers) if x.device.type == "cuda"}
+    try:
+        with torch.random.fork_rng(gpus), torch.set_grad_enabled(trains):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers.items():
+                buffer.copy_(value)
