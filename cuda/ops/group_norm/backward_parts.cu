@@ -44,17 +44,9 @@ __global__ void __launch_bounds__(kGroupPartThreads, kGroupPartBlocks)
         grads[k] = load_vector<kLanes>(grad + at);
       },
       [&](int k, int64_t at) {
-        C z[kLanes], g[kLanes], from_mean[kLanes], weight[kLanes], scale[kLanes], shift[kLanes];
-        part.parameters(p, at, weight, shift);
-        set_factors(low, rstd, weight, scale, shift);
-        widen(items[k], from_mean);
-        widen(grads[k], g);
-#pragma unroll
-        for (int i = 0; i < kLanes; ++i) {
-          from_mean[i] -= mean;
-          z[i] = fma(from_mean[i], scale[i], shift[i]);
-        }
-        act.differentiate(g, z);
+        C g[kLanes], from_mean[kLanes], weight[kLanes], bias[kLanes], scale[kLanes];
+        part.parameters(p, at, weight, bias);
+        differentiate(act, mean, low, rstd, items[k], grads[k], weight, bias, g, from_mean, scale);
 #pragma unroll
         for (int i = 0; i < kLanes; ++i) g[i] = fma(-slope, from_mean[i], g[i] * scale[i]) - level;
         store(grad_x + at, g);

@@ -31,25 +31,17 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Tile, 2>)
   const C mean = statistics[0], low = statistics[all], rstd = statistics[2 * all];
   const GroupParameters<Tile> parameters(p, rows, inside ? row : 0);
   // g, x - mean, and the factors of item k.
-  const auto differentiate = [&](int k, C(&g)[kLanes], C(&from_mean)[kLanes], C(&weight)[kLanes],
-                                 C(&scale)[kLanes]) {
-    C z[kLanes], shift[kLanes];
-    parameters.load(tile, k, weight, shift);
-    set_factors(low, rstd, weight, scale, shift);
-    widen(items[k], from_mean);
-    widen(grads[k], g);
-#pragma unroll
-    for (int i = 0; i < kLanes; ++i) {
-      from_mean[i] -= mean;
-      z[i] = fma(from_mean[i], scale[i], shift[i]);
-    }
-    act.differentiate(g, z);
+  const auto differentiate_item = [&](int k, C(&g)[kLanes], C(&from_mean)[kLanes],
+                                      C(&weight)[kLanes], C(&scale)[kLanes]) {
+    C bias[kLanes];
+    parameters.load(tile, k, weight, bias);
+    differentiate(act, mean, low, rstd, items[k], grads[k], weight, bias, g, from_mean, scale);
   };
   C sums[2] = {};
   for_each_item<Act, kItems>([&](int k) {
     if (!tile.has_any(k)) return;
     C g[kLanes], from_mean[kLanes], weight[kLanes], scale[kLanes];
-    differentiate(k, g, from_mean, weight, scale);
+    differentiate_item(k, g, from_mean, weight, scale);
 #pragma unroll
     for (int i = 0; i < kLanes; ++i) {
       const C product = weight[i] * g[i];
@@ -64,7 +56,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Tile, 2>)
   T* const grad_x = static_cast<T*>(p.grad_x) + row * count;
   for_each_item<Act, kItems>([&](int k) {
     C g[kLanes], from_mean[kLanes], weight[kLanes], scale[kLanes];
-    differentiate(k, g, from_mean, weight, scale);
+    differentiate_item(k, g, from_mean, weight, scale);
 #pragma unroll
     for (int i = 0; i < kLanes; ++i) g[i] = fma(-slope, from_mean[i], g[i] * scale[i]) - level;
     tile.save(inside, grad_x, k, g);

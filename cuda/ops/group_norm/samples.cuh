@@ -63,18 +63,8 @@ __global__ void __launch_bounds__(kSampleThreads, 2)
     const auto add = [&](int64_t sample, const Vector& x, const Vector& grad,
                          const C(&numbers)[3]) {
       const C mean = numbers[0], low = numbers[1], rstd = numbers[2];
-      C z[kLanes], g[kLanes], from_mean[kLanes], scale[kLanes], shift[kLanes];
-      widen(x, from_mean);
-      widen(grad, g);
-#pragma unroll
-      for (int i = 0; i < kLanes; ++i) shift[i] = bias[i];
-      set_factors(low, rstd, weight, scale, shift);
-#pragma unroll
-      for (int i = 0; i < kLanes; ++i) {
-        from_mean[i] -= mean;
-        z[i] = fma(from_mean[i], scale[i], shift[i]);
-      }
-      act.differentiate(g, z);
+      C g[kLanes], from_mean[kLanes], scale[kLanes];
+      differentiate(act, mean, low, rstd, x, grad, weight, bias, g, from_mean, scale);
       C of_group[2] = {};
 #pragma unroll
       for (int i = 0; i < kLanes; ++i) {

@@ -88,6 +88,26 @@ __device__ __forceinline__ void set_factors(C low, C rstd, const C (&weight)[N],
   }
 }
 
+/// Of vectors of x and grad: x - mean, its scale, and the gradient g of the activation's argument.
+template <class Vector, class Act, class C, int N>
+__device__ __forceinline__ void differentiate(const Act& act, C mean, C low, C rstd,
+                                              const Vector& x, const Vector& grad,
+                                              const C (&weight)[N], const C (&bias)[N], C (&g)[N],
+                                              C (&from_mean)[N], C (&scale)[N]) {
+  C z[N], shift[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) shift[i] = bias[i];
+  set_factors(low, rstd, weight, scale, shift);
+  widen(x, from_mean);
+  widen(grad, g);
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    from_mean[i] -= mean;
+    z[i] = fma(from_mean[i], scale[i], shift[i]);
+  }
+  act.differentiate(g, z);
+}
+
 /// Vectors of a tensor that a thread loads before it uses the first one: 32 bytes, and less where
 /// the code of all activations is repeated for each of them.
 template <class Vector, class Act>

@@ -51,7 +51,8 @@ struct TransposedAccess {
   __device__ __forceinline__ static int row() { return threadIdx.x / kSide; }
   __device__ __forceinline__ static int lane() { return threadIdx.x % kSide; }
 
-  /// What is computed once per thread: nvcc would repeat it for every element.
+  /// The square and the elements of a thread. The thread computes them once; nvcc would compute
+  /// them for every element.
   struct Place {
     const Stage* staged;
     ::cuda::std::tuple<Vec<In, kUnroll>...> loaded;
