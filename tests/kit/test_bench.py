@@ -90,7 +90,7 @@ def test_the_cuda_clock_measures_the_device_and_not_the_host() -> None:
         time.sleep(0.002)
         x.add(x)
 
-    assert min(clock(slow_on_the_host) for _ in range(9)) < 0.001
+    assert clock(slow_on_the_host) < 0.001
 
 
 def test_calls_take_turns() -> None:

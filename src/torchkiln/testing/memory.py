@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from itertools import pairwise, repeat
 
 import torch
 
@@ -16,10 +15,9 @@ def allocated_bytes(device: torch.device) -> int:
 
     backward() returns before autograd's thread of the device has released its last tensors.
     """
-
-    def reading(_: None) -> int:
-        time.sleep(WAIT)
-        return torch.cuda.memory_allocated(device)
-
     torch.cuda.synchronize(device)
-    return next(now for before, now in pairwise(map(reading, repeat(None))) if now == before)
+    before = -1
+    while (now := torch.cuda.memory_allocated(device)) != before:
+        before = now
+        time.sleep(WAIT)
+    return now
