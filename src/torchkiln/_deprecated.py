@@ -22,6 +22,9 @@ class Renamed:
     """The first minor version without the former one."""
 
 
+Renamed.__module__ = "torchkiln.extend"  # where packages import it
+
+
 def warn(place: str, old: str, renamed: Renamed) -> None:
     """Warns of a former name, at the line that uses it; not in a graph of torch.compile."""
     if is_compiling():  # a warning would break the graph
