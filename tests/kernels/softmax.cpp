@@ -45,6 +45,14 @@ Launch launch_of(const TilePlan& plan, int64_t, int) {
   return launch;
 }
 
+Launch launch_of(const ShortPlan& plan, int64_t, int) {
+  Launch launch{"short", ShortPlan::kWhy};
+  launch.blocks_x = plan.blocks;
+  launch.threads = launch.most_threads = kShortThreads;
+  launch.shared_bytes = plan.bytes;
+  return launch;
+}
+
 template <class Problem>
 void write(const Gpu& gpu, const Call& call, const char* op, const char* operands, bool masked,
            int streams) {

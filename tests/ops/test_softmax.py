@@ -126,6 +126,24 @@ def test_rows_whose_elements_are_not_adjacent(
     torch.testing.assert_close(found, expected, **tolerances(dtype))
 
 
+@every_op
+@every_dtype
+def test_short_rows(device: torch.device, dtype: torch.dtype, op: Any, torchs: Any) -> None:
+    """Rows that one thread has, as a whole tensor and as part of wider rows."""
+    for length in range(1, 49):
+        for rows in (5, 1030):
+            wide = torch.randn(rows, length + 7, device=device).to(dtype)
+            require_same(op, torchs, wide[:, :length].contiguous(), 1, scale=0.5)
+            x, grad = wide[:, 3 : length + 3], wide.flip(0)[:, 2 : length + 2]
+            require_same(op, torchs, x, 1)
+            for strided in (grad, grad.t().contiguous().t()):
+                found = gradient(lambda t: op(t, 1), x, strided)
+                expected = gradient(lambda t: torchs(t, 1), x.double(), strided.double())
+                limits = tolerances(dtype)
+                limits["atol"] *= 64 * max(1.0, grad.double().abs().sum(1).amax().item())
+                torch.testing.assert_close(found.double(), expected, **limits)
+
+
 @pytest.mark.cuda
 def test_explain_says_which_rows_are_copied() -> None:
     for rows, length, copies in ((9, 1024, False), (9, 1025, True), (512, 1025, False)):

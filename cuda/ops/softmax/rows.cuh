@@ -4,6 +4,7 @@
 
 #include "detail/rowwise/parts.cuh"
 #include "detail/rowwise/tile.cuh"
+#include "short.cuh"
 #include "tile.cuh"
 
 namespace torchkiln::cuda {
@@ -118,6 +119,14 @@ struct Launcher {
                         [&](auto log, auto) { return launch_tiles<T, log>(p, plan, stream); });
     }
     return {"gradients have no tiles"};
+  }
+
+  Status operator()(const ShortPlan& plan) const {
+    return with_flags(p.log, false, [&](auto log, auto) {
+      using Row = std::conditional_t<std::is_same_v<Problem, Softmax>, ShortSoftmax<T, log>,
+                                     ShortGradient<T, log>>;
+      return launch_short<Row>(p, plan, stream);
+    });
   }
 };
 
