@@ -99,7 +99,10 @@ bool has_columns_of_floats(const Tensor& matrix) {
 
 Tensor gradient_of_a(const Tensor& grad, const Tensor& b, SymIntArrayRef sizes, bool by_columns) {
   const Tensor columns = as_columns(b);
-  if (by_columns && grad.dim() == 2) return torchkiln::matmul(columns, grad.t()).t();
+  if (grad.dim() == 2 && sizes.size() == 2) {
+    return by_columns ? torchkiln::matmul(columns, grad.t()).t()
+                      : torchkiln::matmul(grad, columns.t());
+  }
   if (sizes.size() > 2) return at::sum_to(torchkiln::matmul(grad, columns.mT()), sizes);
   const SymIntArrayRef batch = batch_of(grad);
   return torchkiln::matmul(flat_rows(grad.mT(), batch).t(), flat_rows(columns.mT(), batch))
@@ -107,7 +110,9 @@ Tensor gradient_of_a(const Tensor& grad, const Tensor& b, SymIntArrayRef sizes, 
 }
 Tensor gradient_of_b(const Tensor& grad, const Tensor& a, SymIntArrayRef sizes, bool by_columns) {
   const Tensor rows = as_rows(a);
-  if (by_columns && grad.dim() == 2) return torchkiln::matmul(grad.t(), rows).t();
+  if (grad.dim() == 2 && sizes.size() == 2) {
+    return by_columns ? torchkiln::matmul(grad.t(), rows).t() : torchkiln::matmul(rows.t(), grad);
+  }
   if (sizes.size() > 2) return at::sum_to(torchkiln::matmul(rows.mT(), grad), sizes);
   const SymIntArrayRef batch = batch_of(grad);
   return torchkiln::matmul(flat_rows(rows, batch).t(), flat_rows(grad, batch))
