@@ -40,15 +40,18 @@ struct Plan {
 };
 
 /// Chunks of the usual size. Few long rows, as those of the transpose of a tall matrix, get smaller
-/// ones: their warps alone would leave most of the GPU idle.
-Chunks chunks_for(const CsrPattern& pattern, int64_t tiles) {
-  constexpr int64_t kUsual = 512;  // fewer entries take less time than the search for their rows
-  constexpr int64_t kLeast = 128;
+/// ones: their warps alone would leave most of the GPU idle. The parts of a row are then added one
+/// after the other, so a longer row has longer ones.
+Chunks chunks_for(const CsrPattern& pattern, int64_t tiles, int lanes_log2) {
+  constexpr int64_t kUsual = 512;   // fewer entries take less time than the search for their rows
   constexpr int64_t kWarps = 4096;  // about what a GPU runs at a time
-  if (4 * pattern.rows * tiles >= kWarps || pattern.entries <= 2 * kLeast * pattern.rows)
+  const int least = min(128, 1024 >> lanes_log2);  // four rounds of a warp, or one
+  if (4 * pattern.rows * tiles >= kWarps || pattern.entries <= min(256, 4 * least) * pattern.rows)
     return make_chunks(pattern, kUsual);
-  int64_t size = kLeast;
-  while (size < kUsual && size * kWarps < pattern.entries * tiles) size *= 2;
+  int64_t size = least;
+  while (size < kUsual && (size * kWarps < pattern.entries * tiles ||
+                           2 * size * size * pattern.rows < pattern.entries))
+    size *= 2;
   return {size, ceil_div(pattern.entries, size)};
 }
 
@@ -62,7 +65,7 @@ Plan make_plan(const Spmm& p, int vector) {
   // One warp per row if a split still has a few entries: rows of different lengths then do not wait
   // for each other.
   const int64_t mean = p.pattern.entries / p.pattern.rows;
-  plan.units.chunks = chunks_for(p.pattern, plan.tiles);
+  plan.units.chunks = chunks_for(p.pattern, plan.tiles, plan.lanes_log2);
   int splits_log2 = 0;
   while (plan.lanes_log2 + splits_log2 < 5 && 4 << splits_log2 <= mean) ++splits_log2;
   plan.units.group_log2 = plan.lanes_log2 + splits_log2;
