@@ -61,10 +61,13 @@ Plan make_plan(const Spmm& p, int vector) {
   // Few columns at a time, so that the sectors that rows share are found in the caches.
   const int most_log2 = p.column_stride == 1 ? 5 : 1;
   while (plan.lanes_log2 < most_log2 && 1 << plan.lanes_log2 < vectors) ++plan.lanes_log2;
+  const int64_t mean = p.pattern.entries / p.pattern.rows;
+  // Two splits of half a warp, if the second half of a warp would read nothing in the last tile.
+  const bool is_half = vectors > 32 && vectors <= 128 && (vectors - 1) % 32 < 16;
+  if (plan.lanes_log2 == 5 && is_half && mean >= 16) --plan.lanes_log2;
   plan.tiles = ceil_div(vectors, 1 << plan.lanes_log2);
   // One warp per row if a split still has a few entries: rows of different lengths then do not wait
   // for each other.
-  const int64_t mean = p.pattern.entries / p.pattern.rows;
   plan.units.chunks = chunks_for(p.pattern, plan.tiles, plan.lanes_log2);
   int splits_log2 = 0;
   while (plan.lanes_log2 + splits_log2 < 5 && 4 << splits_log2 <= mean) ++splits_log2;
