@@ -12,13 +12,22 @@ using namespace sparse;
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kUnroll = 8;    // rows of the dense matrix in flight per thread
 constexpr int kWarpLog2 = 5;  // a warp works on a chunk
+
+/// How threads read the dense matrix: vectors of adjacent elements of a row, which are adjacent in
+/// memory (kRows) or not (kColumns); or elements of a row that are spaced by a warp, because rows
+/// are aligned to single elements (kSpaced).
+enum class Access { kRows, kColumns, kSpaced };
+
+/// Rows of the dense matrix in flight per thread: 8 vectors, or at most 32 single elements.
+template <Access kAccess, int V>
+constexpr int kUnroll = kAccess == Access::kSpaced && V == 8 ? 4 : 8;
 
 /// Blocks per SM: 64 registers per thread for float32. Other types need more: 2-byte types widen 8
 /// rows of 16 bytes to 32 bytes each, float64 has 64-bit weights. Columns have more addresses.
-template <class T, bool kByColumn>
-constexpr int kBlocks = kByColumn                    ? 4
+template <class T, Access kAccess>
+constexpr int kBlocks = kAccess == Access::kColumns  ? 4
+                        : kAccess == Access::kSpaced ? 5
                         : sizeof(T) == sizeof(float) ? 8
                                                      : 6;
 
@@ -55,16 +64,24 @@ Chunks chunks_for(const CsrPattern& pattern, int64_t tiles, int lanes_log2) {
   return {size, ceil_div(pattern.entries, size)};
 }
 
-Plan make_plan(const Spmm& p, int vector) {
+/// Whether `lanes` spaced elements per thread leave enough warps for the GPU.
+bool is_spaced(const Spmm& p, int lanes) {
+  constexpr int64_t kFewWarps = 1024;
+  return p.column_stride == 1 && p.width > 2 * kWarpLanes &&
+         p.batch * p.pattern.rows * ceil_div(p.width, lanes * kWarpLanes) >= kFewWarps;
+}
+
+Plan make_plan(const Spmm& p, int vector, Access access) {
   Plan plan{};
   const int64_t vectors = ceil_div(p.width, vector);
   // Few columns at a time, so that the sectors that rows share are found in the caches.
   const int most_log2 = p.column_stride == 1 ? 5 : 1;
   while (plan.lanes_log2 < most_log2 && 1 << plan.lanes_log2 < vectors) ++plan.lanes_log2;
+  if (access == Access::kSpaced) plan.lanes_log2 = kWarpLog2;
   const int64_t mean = p.pattern.entries / p.pattern.rows;
   // Two splits of half a warp, if the second half of a warp would read nothing in the last tile.
   const bool is_half = vectors > 32 && vectors <= 128 && (vectors - 1) % 32 < 16;
-  if (plan.lanes_log2 == 5 && is_half && mean >= 16) --plan.lanes_log2;
+  if (access == Access::kRows && is_half && mean >= 16) --plan.lanes_log2;
   plan.tiles = ceil_div(vectors, 1 << plan.lanes_log2);
   // One warp per row if a split still has a few entries: rows of different lengths then do not wait
   // for each other.
@@ -85,10 +102,12 @@ int lanes_of(const Spmm& p) {
              sparse::lanes_of({p.out, p.width, 0}, p.width, p.dtype));
 }
 
-template <class T, class Index, int V, bool kByColumn>
-__global__ void __launch_bounds__(kThreads, kBlocks<T, kByColumn>) spmm_pieces(Spmm p, Plan plan) {
+template <class T, class Index, int V, Access kAccess>
+__global__ void __launch_bounds__(kThreads, kBlocks<T, kAccess>) spmm_pieces(Spmm p, Plan plan) {
   using C = Compute<T>;
-  constexpr int U = kUnroll;
+  constexpr int U = kUnroll<kAccess, V>;
+  constexpr bool kIsSpaced = kAccess == Access::kSpaced;
+  constexpr int kStep = kIsSpaced ? kWarpLanes : 1;  // between the elements of a thread
   wait_for_previous_kernel();
   const int64_t block = blockIdx.x / plan.blocks_per_tile;
   const int64_t in_tile = blockIdx.x - block * plan.blocks_per_tile;
@@ -100,14 +119,19 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, kByColumn>) spmm_pieces(S
   const T* values = static_cast<const T*>(p.values) + batch * p.values_batch_stride;
   const int32_t* order = p.order == nullptr ? nullptr : p.order + batch * p.order_batch_stride;
   const int lane = threadIdx.x & ((1 << plan.lanes_log2) - 1);
-  const int64_t column = ((tile << plan.lanes_log2) + lane) * V;
+  const int64_t column = (tile << plan.lanes_log2) * V + lane * (kIsSpaced ? 1 : V);
   const bool inside = column < p.width;
+  // Of a thread's elements. All of a vector are inside, as the width is a multiple of it.
+  const int64_t reached = (p.width - column + kStep - 1) / kStep;
+  const int count = kIsSpaced ? static_cast<int>(min(max(reached, int64_t{0}), int64_t{V})) : V;
   // A lane beyond the end reads the first columns, so that the loads need no condition.
   const T* dense = static_cast<const T*>(p.dense.data) + batch * p.dense.batch_stride +
-                   (inside ? column : 0) * (kByColumn ? p.column_stride : 1);
+                   (inside ? column : 0) * (kAccess == Access::kColumns ? p.column_stride : 1);
   const int row_stride = static_cast<int>(p.dense.row_stride);
-  const auto load = [&](const int (&row_index)[kUnroll], Vec<T, V>(&rows)[kUnroll]) {
-    if constexpr (kByColumn) {
+  const auto load = [&](const int (&row_index)[U], Vec<T, V>(&rows)[U]) {
+    if constexpr (kIsSpaced) {
+      load_spaced<V>(dense, row_stride, count, row_index, rows);
+    } else if constexpr (kAccess == Access::kColumns) {
       load_strided<V>(dense, row_stride, p.column_stride, row_index, rows);
     } else {
       load_rows<V>(dense, row_stride, row_index, rows);
@@ -161,12 +185,20 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, kByColumn>) spmm_pieces(S
     if (piece.row < 0 || split != 0 || !inside) return;
     if (piece.slot < 0) {
       const int64_t row = batch * p.pattern.rows + piece.row;
-      store<V>(static_cast<T*>(p.out) + row * p.width + column, sum);
+      T* out = static_cast<T*>(p.out) + row * p.width + column;
+      if constexpr (!kIsSpaced) {
+        store<V>(out, sum);
+      } else {
+#pragma unroll
+        for (int i = 0; i < V; ++i)
+          if (i < count) out[i * kStep] = convert<T>(sum[i]);
+      }
     } else {
       const int64_t slot = batch * 2 * plan.units.chunks.count + piece.slot;
       C* partial = static_cast<C*>(p.workspace) + slot * p.width + column;
 #pragma unroll
-      for (int i = 0; i < V; ++i) partial[i] = sum[i];
+      for (int i = 0; i < V; ++i)
+        if (i < count) partial[i * kStep] = sum[i];
     }
   };
   for_each_piece(p.pattern, crow, plan.units, kWarpLog2, in_tile * kThreads + threadIdx.x,
@@ -221,15 +253,22 @@ Status spmm(const Spmm& arguments, Allocate allocate, CUstream_st* stream) {
         using T = typename decltype(type)::type;
         using Index = typename decltype(index)::type;
         Spmm p = arguments;
-        const Plan plan = make_plan(p, vector);
+        constexpr int kSpacedLanes = kVectorLanes<T>;
+        const bool spaced = vector == 1 && is_spaced(p, kSpacedLanes);
+        const Plan plan = make_plan(p, spaced ? kSpacedLanes : static_cast<int>(vector),
+                                    spaced                 ? Access::kSpaced
+                                    : p.column_stride != 1 ? Access::kColumns
+                                                           : Access::kRows);
         if (trace::Listener* listener = trace::listening()) listener->noted(describe(p, plan));
         const int64_t chunks = plan.units.chunks.count * p.batch;
         const int64_t blocks = plan.blocks_per_tile * plan.tiles * p.batch;
         if (blocks > kMaxGridX || chunks > kMaxGridX) return Status{"too many rows for one launch"};
         p.workspace = allocate(static_cast<size_t>(2 * chunks * p.width) * sizeof(Compute<T>));
-        auto kernel = spmm_pieces<T, Index, vector, false>;
+        auto kernel = spmm_pieces<T, Index, vector, Access::kRows>;
         if constexpr (vector == 1 || vector == kVectorLanes<T>)
-          if (p.column_stride != 1) kernel = spmm_pieces<T, Index, vector, true>;
+          if (p.column_stride != 1) kernel = spmm_pieces<T, Index, vector, Access::kColumns>;
+        if constexpr (vector == 1)
+          if (spaced) kernel = spmm_pieces<T, Index, kSpacedLanes, Access::kSpaced>;
         const Grid grid{dim3(static_cast<unsigned>(blocks)), dim3(kThreads)};
         const Status status = launch_overlapped(kernel, grid, stream, p, plan);
         if (!status.ok() || chunks == 0) return status;
