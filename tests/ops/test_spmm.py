@@ -386,6 +386,31 @@ def test_columns_are_read_in_place(device: torch.device, width: int, dtype: torc
         assert "without a copy" not in str(found)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 5, 300, 2500])
+def test_gradient_of_values_reads_columns_in_place(
+    device: torch.device, width: int, dtype: torch.dtype
+) -> None:
+    """For few entries, each of which has a block; so have few entries of wide rows."""
+    crow, col, values = matrix(13, 9, device)
+    spread = col * 100 + 3
+    values = values.to(dtype).requires_grad_()
+    b = torch.randn(width, 900, device=device).to(dtype).t()
+    grad = torch.randn(13, width, device=device).to(dtype)
+    row = torch.arange(13, device=device).repeat_interleave(crow.diff())
+    terms = grad.double()[row] * b.double()[spread]
+    tolerance = 1e-5 if dtype in (torch.float32, torch.float64) else torch.finfo(dtype).eps
+    for given in (b, b.contiguous()):
+        y = torchkiln.spmm((crow, spread, values), given)
+        (found,) = torch.autograd.grad(y, values, grad)
+        error = (found.double() - terms.sum(1)).abs()
+        assert bool((error <= tolerance * terms.abs().sum(1) + 1e-7).all())
+    if device.type == "cuda" and width > 1:
+        assert "one block per entry" in str(
+            torchkiln.explain(torchkiln.spmm, (crow, spread, values), b)
+        )
+
+
 def test_a_shared_matrix_is_not_copied(device: torch.device) -> None:
     """Neither is a pattern that a batch shares: expanded tensors are read in place."""
     crow, col, values = matrix(12, 6, device)

@@ -287,11 +287,11 @@ Tensor SampledOp::kernel(const Tensor& crow, const Tensor& col, const Tensor& le
   if (out.numel() == 0) return out;
   const CsrArguments pattern(crow, col, right.size(-2));
   const MaybeCopy rows = adjacent(left);
-  const MaybeCopy columns = adjacent(right);
   SampledProduct arguments{};
   arguments.pattern = pattern.arguments;
   arguments.left = dense_rows(*rows);
-  arguments.right = dense_rows(*columns);
+  arguments.right = dense_rows(right);
+  arguments.column_stride = right.size(-1) > 1 ? right.stride(-1) : 1;
   arguments.out = out.data_ptr();
   arguments.dtype = dtype_of(out);
   arguments.batch = left.dim() == 3    ? left.size(0)
@@ -299,6 +299,12 @@ Tensor SampledOp::kernel(const Tensor& crow, const Tensor& col, const Tensor& le
                                        : pattern.matrices();
   arguments.width = left.size(-1);
   arguments.summed = summed;
+  const bool is_read_in_place = right.is_cuda() && reads_columns(arguments);
+  const MaybeCopy columns = is_read_in_place ? MaybeCopy::borrowed(right) : adjacent(right);
+  if (!is_read_in_place) {
+    arguments.right = dense_rows(*columns);
+    arguments.column_stride = 1;
+  }
   const int64_t matrices = summed ? 1 : arguments.batch;
   const int64_t width = arguments.width * (summed ? arguments.batch : 1);
   launch(

@@ -1,6 +1,6 @@
 // The dot product of a row of `left` and a row of `right` for each entry of a sparse pattern: the
 // gradient of the values of a product. Eight lanes read a row, eight entries are in flight. A warp
-// reads wide rows, four vectors of four entries at a time.
+// reads wide rows, four vectors of four entries at a time. Few entries have a block each.
 
 #include "detail/sparse/csr_launch.cuh"
 
@@ -120,6 +120,47 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Flight, T>)
   for_each_piece(p.pattern, crow, units, chunk_log2_of<Flight>(units), thread, multiply);
 }
 
+constexpr int kEntryThreads = 256;
+
+/// A block per entry, for few entries of very wide rows, or whose elements of `right` are spread in
+/// memory. Of one matrix.
+template <class T, class Index>
+__global__ void __launch_bounds__(kEntryThreads) sampled_entries(SampledProduct p) {
+  using C = Compute<T>;
+  constexpr int U = 8;
+  __shared__ C parts[kEntryThreads / kWarpLanes];
+  wait_for_previous_kernel();
+  const int64_t entry = blockIdx.x;
+  const int64_t row =
+      row_of(static_cast<const Index*>(p.pattern.crow), static_cast<int>(p.pattern.rows), entry);
+  const int64_t other = static_cast<const Index*>(p.pattern.col)[entry];
+  const T* left = static_cast<const T*>(p.left.data) + row * p.left.row_stride;
+  const T* right = static_cast<const T*>(p.right.data) + other * p.right.row_stride;
+  C sum = 0;
+  for (int64_t first = threadIdx.x; first < p.width; first += U * kEntryThreads) {
+    C x[U], y[U];
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const int64_t column = first + u * kEntryThreads;
+      x[u] = column < p.width ? convert<C>(__ldg(left + column)) : C(0);
+      y[u] = column < p.width ? convert<C>(__ldg(right + column * p.column_stride)) : C(0);
+    }
+#pragma unroll
+    for (int u = 0; u < U; ++u) sum += x[u] * y[u];
+  }
+  sum = reduce_warp(sum);
+  if (threadIdx.x % kWarpLanes == 0) parts[threadIdx.x / kWarpLanes] = sum;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (int w = 1; w < kEntryThreads / kWarpLanes; ++w) sum += parts[w];
+  static_cast<T*>(p.out)[entry] = convert<T>(sum);
+}
+
+/// Whether entries have a block each: a warp would read so wide rows in several rounds.
+bool has_block_per_entry(const SampledProduct& p) {
+  return p.column_stride != 1 || (p.batch == 1 && p.pattern.entries <= 512 && p.width >= 2048);
+}
+
 /// With fewer entries, groups of eight lanes leave most of the GPU idle.
 constexpr int64_t kFewEntries = 1 << 15;
 
@@ -151,6 +192,12 @@ Status sampled_product(const SampledProduct& p, CUstream_st* stream) {
   return dispatch_sparse(p.dtype, p.pattern.wide, lanes, [&](auto type, auto index, auto vector) {
     using T = typename decltype(type)::type;
     using Index = typename decltype(index)::type;
+    if (has_block_per_entry(p)) {
+      if (trace::Listener* listener = trace::listening()) listener->noted("one block per entry");
+      if (p.pattern.entries > kMaxGridX) return Status{"too many entries for one launch"};
+      const Grid entries{dim3(static_cast<unsigned>(p.pattern.entries)), dim3(kEntryThreads)};
+      return launch_overlapped(sampled_entries<T, Index>, entries, stream, p);
+    }
     const int64_t vectors = ceil_div(p.width, vector);
     const bool is_wide = vectors > (p.pattern.entries <= kFewEntries ? 16 : 64);
     const Units units = is_wide ? wide_units(p.pattern) : narrow_units(p.pattern);

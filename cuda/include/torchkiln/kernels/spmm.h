@@ -56,14 +56,21 @@ inline bool reads_columns(const Spmm& p) {
 /// `summed`: added over the batch.
 struct SampledProduct {
   CsrPattern pattern;
-  DenseRows left;   // [batch, rows, width]
-  DenseRows right;  // [batch, columns, width]
-  void* out;        // [batch, entries] or, if summed, [entries]; contiguous
+  DenseRows left;             // [batch, rows, width]
+  DenseRows right;            // [batch, columns, width]
+  int64_t column_stride = 1;  // of right; others than 1 only if reads_columns()
+  void* out;                  // [batch, entries] or, if summed, [entries]; contiguous
   Dtype dtype;
   int64_t batch;
   int64_t width;
   bool summed;  // only for a pattern that all batches share
 };
+
+/// Whether cuda::sampled_product() should read `right` in place, for the same reason.
+inline bool reads_columns(const SampledProduct& p) {
+  return p.column_stride != 1 && p.right.row_stride == 1 && p.batch == 1 &&
+         2 * p.pattern.entries <= p.pattern.columns * size_of(p.dtype);
+}
 
 /// Builds the pattern of the transposed matrix. Its entries are ordered by column and, within a
 /// column, by their order in the original. The result is packed: per matrix the begin of each row
