@@ -166,7 +166,9 @@ Two pass_activation(const Incoming& in, const Tensor& kept, const MaybeTensor& m
                     Activation act, const std::optional<at::ScalarType>& bias_dtype,
                     bool wants_bias) {
   if (act == kActivation<None>) return {in[0], Tensor()};
-  if (saved_by(act) == Saved::sign) return {call_below<ActivationBackward>(in[0], kept, act), {}};
+  const Saved kind = saved_by(act);
+  if (kind == Saved::sign || (kind == Saved::input && !wants_bias && !missing))
+    return {call_below<ActivationBackward>(in[0], kept, act), {}};
   auto [passed, grad_bias] = call_below<bias_act_ops::Backward>(
       in[0], kept, missing, 1.0, act, bias_dtype.value_or(in[0].scalar_type()),
       bias_act_ops::Backward::Wanted{true, wants_bias});

@@ -102,7 +102,7 @@ struct Plain {
     if (wanted.output) found.output = output(kept, act);
     if (act == kActivation<None>) {
       found.grad = grad;
-    } else if (saved_by(act) == Saved::sign) {
+    } else if (saved_by(act) == Saved::sign || (saved_by(act) == Saved::input && !wanted.bias)) {
       found.grad = call_below<ActivationBackward>(grad, kept, act);
     } else {
       std::tie(found.grad, found.bias) = call_below<bias_act_ops::Backward>(
@@ -325,7 +325,10 @@ struct Op : Schema<Kind> {
           variable_list found(5);
           if (in.wants(2)) found[2] = weight_gradient(rows, as_matrix(hidden));
           hidden.reset();
-          if (in.wants(0)) found[0] = input_gradient(passed.grad, up).view_symint(x.sym_sizes());
+          if (in.wants(0)) {
+            found[0] = input_gradient(passed.grad, up);
+            if (x.dim() != 2) found[0] = found[0].view_symint(x.sym_sizes());
+          }
           if (in.wants(1)) found[1] = weight_gradient(passed.grad, as_matrix(x));
           if (in.wants(3))
             found[3] = passed.bias.defined() ? passed.bias : bias_gradient(passed.grad);
