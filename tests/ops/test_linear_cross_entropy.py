@@ -227,6 +227,24 @@ def test_one_chunk_in_place_of_a_sum() -> None:
         assert f"logits of {rows} rows at a time" in told.forward.notes
 
 
+@pytest.mark.cuda
+@every_dtype
+def test_few_classes_are_one_chunk(dtype: torch.dtype) -> None:
+    """All rows, if the logits take at most an eighth of x."""
+    cuda = torch.device("cuda", 0)
+    for classes, rows in ((8, 9600), (9, 4800)):
+        x, weight, target, _ = layer(cuda, dtype, 9600, features=64, classes=classes)
+        told = torchkiln.explain(torchkiln.linear_cross_entropy, x, weight, target)
+        assert f"logits of {rows} rows at a time" in told.forward.notes
+        loss = torchkiln.linear_cross_entropy(x, weight, target)
+        found = torch.autograd.grad(loss, (x, weight))
+        wide = exact(x, weight, target)
+        expected = F.cross_entropy(F.linear(wide[0], wide[1]), target)
+        truth = torch.autograd.grad(expected, wide[:2])
+        for one, other in zip((loss.detach(), *found), (expected.detach(), *truth), strict=True):
+            assert ((one.double() - other).norm() / other.norm()).item() < 1e-2
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name)
 def test_a_float32_bias(device: torch.device, dtype: torch.dtype) -> None:
     """It is added before the logits are rounded, and has a float32 gradient."""

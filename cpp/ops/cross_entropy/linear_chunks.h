@@ -28,7 +28,8 @@ struct LogitLayer {
 /// adds to the whole gradient of the weight, which smaller chunks repeat more often. All chunks
 /// have about the same size. A softcap needs two more copies of the logits, in the compute dtype.
 /// `may_be_whole`: up to 8192 rows are one chunk if their logits and the gradient of the weight
-/// take no more memory than chunks and their float32 sum.
+/// take no more memory than chunks and their float32 sum. On a GPU all rows are one chunk if their
+/// logits take little memory beside x: products of fewer rows leave SMs idle.
 inline int64_t rows_per_chunk(const LogitLayer& layer, bool may_be_whole) {
   constexpr int64_t kBytes = int64_t{1} << 30, kLeast = 2048, kMost = 8192;
   const at::ScalarType dtype = layer.x.scalar_type();
@@ -36,6 +37,8 @@ inline int64_t rows_per_chunk(const LogitLayer& layer, bool may_be_whole) {
       c10::elementSize(dtype) + (layer.softcap ? 2 * c10::elementSize(compute_dtype(dtype)) : 0);
   const int64_t row = layer.weight.size(0) * static_cast<int64_t>(element);
   const int64_t rows = layer.x.size(0), most = std::clamp(kBytes / row, kLeast, kMost);
+  const int64_t row_of_x = layer.x.size(1) * static_cast<int64_t>(c10::elementSize(dtype));
+  if (layer.x.is_cuda() && row * 8 <= row_of_x) return rows;
   const int64_t chunks = (rows + most - 1) / most;
   const int64_t size = (rows + chunks - 1) / chunks;
   const int64_t saved =
