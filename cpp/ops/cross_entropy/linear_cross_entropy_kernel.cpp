@@ -111,7 +111,13 @@ Five forward(const Call& call, Wanted wanted) {
   }
   const Call flat = in_rows(call);
   const Tensor losses = at::empty({rows}, state.options());
-  const Tensor inverse_temperature = at::full({}, 1 / call.layer.temperature, state.options());
+  const bool wants_any = wanted[0] || wanted[1] || wanted[2];
+  const Tensor inverse_temperature =
+      wants_any ? at::full({}, 1 / call.layer.temperature, state.options()) : Tensor();
+  const bool each = reduction == LossReduction::none;
+  const LossSum total =
+      sum_arguments(flat.layer.x, call.loss, losses, row_state(state, rows, reduction), loss);
+  bool is_whole = false;  // one chunk
   LossOptions sum = flat.loss;
   sum.reduction = LossReduction::sum;
   const Tensor of_weight = for_each_chunk_of_logits(
@@ -120,17 +126,18 @@ Five forward(const Call& call, Wanted wanted) {
         RowState kept = row_state(state, rows, reduction, chunk.begin);
         kept.divisor = nullptr;  // known after the last chunk
         const Tensor target = chunk.of(flat.target);
-        run_forward(kName, logits.compute(chunk), target, sum, chunk.of(losses), kept);
+        is_whole = chunk.count == rows;
+        run_forward(kName, logits.compute(chunk), target, sum, chunk.of(losses), kept,
+                    is_whole && !each ? &total : nullptr);
         if (!gradients.any()) return;
         gradients.add(logits.layer(), chunk,
                       logits.differentiate(kName, inverse_temperature, target, sum, kept));
       });
   if (wanted[1]) grad_weight = of_weight;
-  if (reduction == LossReduction::none) {
+  if (each) {
     loss.copy_(losses.view(loss.sizes()));
-  } else {
-    const RowState kept = row_state(state, rows, reduction);
-    run_sum(kName, flat.layer.x, sum_arguments(flat.layer.x, call.loss, losses, kept, loss));
+  } else if (!is_whole) {
+    run_sum(kName, flat.layer.x, total);
   }
   return outputs;
 }
