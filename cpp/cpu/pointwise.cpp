@@ -36,11 +36,14 @@ Status multiply_shift(const Elementwise<2>& arguments, double shift, int64_t beg
   });
 }
 
-Status scale_by(const Elementwise<1>& arguments, const void* factor, int64_t begin, int64_t end) {
+Status scale_by(const Elementwise<1>& arguments, const void* factor, const void* divisor,
+                int64_t begin, int64_t end) {
   return dispatch_floating(arguments.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using C = Compute<T>;
-    return elementwise<T>(ScaleBy<C>{static_cast<const C*>(factor)}, arguments, begin, end);
+    const C scale =
+        ScaleBy<C>{static_cast<const C*>(factor), static_cast<const C*>(divisor)}.scale();
+    return elementwise<T>(ScaleBy<C>{&scale, nullptr}, arguments, begin, end);
   });
 }
 
@@ -74,9 +77,9 @@ TORCHKILN_CPU_ENTRY(multiply_shift,
                     (const Elementwise<2>& arguments, double shift, int64_t begin, int64_t end),
                     (arguments, shift, begin, end))
 TORCHKILN_CPU_ENTRY(scale_by,
-                    (const Elementwise<1>& arguments, const void* factor, int64_t begin,
-                     int64_t end),
-                    (arguments, factor, begin, end))
+                    (const Elementwise<1>& arguments, const void* factor, const void* divisor,
+                     int64_t begin, int64_t end),
+                    (arguments, factor, divisor, begin, end))
 TORCHKILN_CPU_ENTRY(scale_shift,
                     (const Elementwise<1>& arguments, double factor, double shift, int64_t begin,
                      int64_t end),

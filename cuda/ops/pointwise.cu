@@ -39,11 +39,17 @@ Status multiply_shift(const Elementwise<2>& arguments, double shift, CUstream_st
   });
 }
 
-Status scale_by(const Elementwise<1>& arguments, const void* factor, CUstream_st* stream) {
+Status scale_by(const Elementwise<1>& arguments, const void* factor, const void* divisor,
+                CUstream_st* stream) {
   return dispatch_floating(arguments.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using C = Compute<T>;
-    return elementwise::launch<T, T>(ScaleBy<C>{static_cast<const C*>(factor)}, arguments, stream);
+    const ScaleBy<C> functor{static_cast<const C*>(factor), static_cast<const C*>(divisor)};
+    if constexpr (sizeof(T) == 2) {
+      if (arguments.in_dtype[0] == Dtype::float32)
+        return elementwise::launch<T, float>(functor, arguments, stream);
+    }
+    return elementwise::launch<T, T>(functor, arguments, stream);
   });
 }
 

@@ -13,18 +13,20 @@
 namespace torchkiln::linear_cross_entropy_ops {
 namespace {
 
-/// gradient * factor, computed in the compute dtype and rounded once, with no copy in that dtype.
-/// torch's product would round a factor without dimensions to the dtype of the gradient first.
-Tensor scaled(const Tensor& gradient, const Tensor& factor, at::ScalarType dtype) {
+/// gradient * factor / divisor, computed in the compute dtype and rounded once, with no copy in
+/// that dtype; a null divisor is 1. torch's product would round a factor without dimensions to the
+/// dtype of the gradient first.
+Tensor scaled(const Tensor& gradient, const Tensor& factor, const void* divisor,
+              at::ScalarType dtype) {
   Tensor found = at::empty_like(gradient, gradient.options().dtype(dtype));
   if (!Below(detail::keys_of(gradient, factor)).is_plain())
     return at::mul_out(found, gradient, factor.view({1}));
   const void* const number = factor.const_data_ptr();
   launch_elementwise(
       kName, std::array{found}, std::array{gradient},
-      [&](const auto& p, auto stream) { return cuda::scale_by(p, number, stream); },
+      [&](const auto& p, auto stream) { return cuda::scale_by(p, number, divisor, stream); },
       [&](const auto& p, int64_t begin, int64_t end) {
-        return cpu::scale_by(p, number, begin, end);
+        return cpu::scale_by(p, number, divisor, begin, end);
       });
   return found;
 }
@@ -117,12 +119,21 @@ std::tuple<Tensor, Tensor> recorded_forward(const Below& below, const Call& call
           std::tie(found[0], found[1], found[2]) = call_below<Backward>(
               given, in[0], own, Wanted{in.wants(0), in.wants(1), in.wants(2)});
         }
-        const Tensor factor = each_row ? Tensor() : factor_of(in[0], target, state, options);
+        Tensor factor;
+        const void* divisor = nullptr;
+        // Without class weights the divisor is 0 only if no row counts, and scaled() divides.
+        if (options.reduction == LossReduction::mean && !factors.defined() &&
+            Below(detail::keys_of(in[0], state)).is_plain()) {
+          factor = in[0].to(state.scalar_type());
+          divisor = row_state(state, target.numel(), options.reduction).divisor;
+        } else if (!each_row) {
+          factor = factor_of(in[0], target, state, options);
+        }
         variable_list gradients(3);
         for (size_t i = 0; i < gradients.size(); ++i) {
           if (!in.wants(i)) continue;
           const at::ScalarType wanted = parameters[i].scalar_type();
-          gradients[i] = each_row ? found[i].to(wanted) : scaled(found[i], factor, wanted);
+          gradients[i] = each_row ? found[i].to(wanted) : scaled(found[i], factor, divisor, wanted);
         }
         return gradients;
       });

@@ -52,12 +52,17 @@ struct MultiplyShift {
   TORCHKILN_FUNCTION C operator()(C a, C b) const { return a * b + shift; }
 };
 
-/// x * factor, where the factor is a number in memory
+/// x * factor / divisor, for numbers in memory; 0 if the divisor is 0
 template <class C>
 struct ScaleBy {
   const C* factor;
+  const C* divisor;  // null for 1
 
-  TORCHKILN_FUNCTION C operator()(C x) const { return x * *factor; }
+  TORCHKILN_FUNCTION C scale() const {
+    if (divisor == nullptr) return *factor;
+    return *divisor == 0 ? C{0} : *factor / *divisor;
+  }
+  TORCHKILN_FUNCTION C operator()(C x) const { return x * scale(); }
 };
 
 /// x * factor + shift, where both are numbers

@@ -22,9 +22,10 @@ TORCHKILN_EXPORT Status multiply_shift(const Elementwise<2>& arguments, double s
                                        int64_t end);
 TORCHKILN_EXPORT Status scale_shift(const Elementwise<1>& arguments, double factor, double shift,
                                     int64_t begin, int64_t end);
-/// x * factor for a number of the compute type in memory
-TORCHKILN_EXPORT Status scale_by(const Elementwise<1>& arguments, const void* factor, int64_t begin,
-                                 int64_t end);
+/// x * factor / divisor for numbers of the compute type in memory; 0 if the divisor is 0. A null
+/// divisor is 1.
+TORCHKILN_EXPORT Status scale_by(const Elementwise<1>& arguments, const void* factor,
+                                 const void* divisor, int64_t begin, int64_t end);
 /// The gradients {grad * b, grad * a}; the inputs are {grad, a, b}.
 TORCHKILN_EXPORT Status multiply_gradient(const Elementwise<3, 2>& arguments, int64_t begin,
                                           int64_t end);
@@ -43,7 +44,7 @@ TORCHKILN_EXPORT Status multiply_shift(const Elementwise<2>& arguments, double s
 TORCHKILN_EXPORT Status scale_shift(const Elementwise<1>& arguments, double factor, double shift,
                                     CUstream_st* stream);
 TORCHKILN_EXPORT Status scale_by(const Elementwise<1>& arguments, const void* factor,
-                                 CUstream_st* stream);
+                                 const void* divisor, CUstream_st* stream);
 TORCHKILN_EXPORT Status multiply_gradient(const Elementwise<3, 2>& arguments, CUstream_st* stream);
 
 }  // namespace cuda
