@@ -38,7 +38,8 @@ struct RopeWork {
 
 struct RopePlan {
   int lanes;
-  int64_t blocks;
+  int64_t blocks;  // along x
+  int64_t parts;   // blocks along y, which share the items of a block along x
   int threads;
   RopeWork work;
 };
@@ -104,6 +105,9 @@ inline std::optional<RopePlan> choose(const Rope& p) {
   plan.blocks = ceil_div(all_tokens, work.block_tokens);
   const int64_t threads = ceil_div(work.items, kWarpLanes) * kWarpLanes;
   plan.threads = static_cast<int>(std::min<int64_t>(kMostRopeThreads, threads));
+  // Few tokens with many heads: one block per token would leave most multiprocessors idle.
+  plan.parts = std::min(ceil_div(kFewRopeTokens, std::max<int64_t>(plan.blocks, 1)),
+                        ceil_div(work.items, int64_t{plan.threads}));
   return plan;
 }
 

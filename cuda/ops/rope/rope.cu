@@ -5,8 +5,9 @@
 //   vectors    all parts of all heads are whole 16-byte vectors
 //   elements   otherwise
 //
-// A block has one token if there are few, else as many as leave the fewest threads idle. angles.cuh
-// has the rotation, qkv*.cu the kernels that also normalize, cache_mask.cu the mask of a cache.
+// A block has one token, or a part of its heads, if there are few, else as many as leave the fewest
+// threads idle. angles.cuh has the rotation, qkv*.cu the kernels that also normalize, cache_mask.cu
+// the mask of a cache.
 
 #include "ops/rope/angles.cuh"
 #include "torchkiln/device/launch.cuh"
@@ -91,7 +92,8 @@ __device__ __forceinline__ void copy_item(const RopeWork& plan, const Items<T>& 
 template <class T, int kLanes>
 __global__ void __launch_bounds__(kMostRopeThreads) rope_heads(const RopeWork plan) {
   wait_for_previous_kernel();
-  for (uint32_t item = threadIdx.x; item < plan.items; item += blockDim.x) {
+  const uint32_t threads = gridDim.y * blockDim.x;
+  for (uint32_t item = blockIdx.y * blockDim.x + threadIdx.x; item < plan.items; item += threads) {
     const uint32_t rest = plan.vectors.quotient(item);
     const uint32_t vector = item - rest * plan.vectors.divisor();
     const uint32_t in_block = plan.groups.quotient(rest);
@@ -111,7 +113,7 @@ __global__ void __launch_bounds__(kMostRopeThreads) rope_heads(const RopeWork pl
 
 template <class T, int kLanes>
 Status launch(const RopePlan& plan, CUstream_st* stream) {
-  const Grid grid{dim3(static_cast<unsigned>(plan.blocks)),
+  const Grid grid{dim3(static_cast<unsigned>(plan.blocks), static_cast<unsigned>(plan.parts)),
                   dim3(static_cast<unsigned>(plan.threads))};
   return launch_overlapped(rope_heads<T, kLanes>, grid, stream, plan.work);
 }
