@@ -205,8 +205,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, kAccess>) spmm_pieces(Spm
                  multiply);
 }
 
-/// A block adds the partial results of the long row that begins in its chunk and continues after
-/// it, if there is one.
+/// The blocks of a chunk, which share the columns, add the partial results of the long row that
+/// begins in it and continues after it, if there is one.
 template <class T, class Index>
 __global__ void __launch_bounds__(kThreads) add_parts(Spmm p, Chunks chunks) {
   using C = Compute<T>;
@@ -223,7 +223,8 @@ __global__ void __launch_bounds__(kThreads) add_parts(Spmm p, Chunks chunks) {
   if (begin < first || end - begin <= chunks.size) return;
   const C* partial = static_cast<const C*>(p.workspace) + batch * 2 * chunks.count * p.width;
   T* out = static_cast<T*>(p.out) + (batch * p.pattern.rows + row) * p.width;
-  for (int64_t column = threadIdx.x; column < p.width; column += kThreads) {
+  for (int64_t column = blockIdx.y * kThreads + threadIdx.x; column < p.width;
+       column += gridDim.y * kThreads) {
     C sum = partial[slot_of(chunks, chunk, begin) * p.width + column];
 #pragma unroll 8
     for (int64_t k = chunk + 1; k * chunks.size < end; ++k)
@@ -254,7 +255,10 @@ Status spmm(const Spmm& arguments, Allocate allocate, CUstream_st* stream) {
         using Index = typename decltype(index)::type;
         Spmm p = arguments;
         constexpr int kSpacedLanes = kVectorLanes<T>;
-        const bool spaced = vector == 1 && is_spaced(p, kSpacedLanes);
+        // Also for vectors of two 2-byte elements, if a warp does little more than find its row.
+        constexpr bool kIsShort = 4 * vector <= kSpacedLanes;
+        const bool spaced = (vector == 1 || (kIsShort && p.pattern.entries < 4 * p.pattern.rows)) &&
+                            is_spaced(p, kSpacedLanes);
         const Plan plan = make_plan(p, spaced ? kSpacedLanes : static_cast<int>(vector),
                                     spaced                 ? Access::kSpaced
                                     : p.column_stride != 1 ? Access::kColumns
@@ -267,13 +271,15 @@ Status spmm(const Spmm& arguments, Allocate allocate, CUstream_st* stream) {
         auto kernel = spmm_pieces<T, Index, vector, Access::kRows>;
         if constexpr (vector == 1 || vector == kVectorLanes<T>)
           if (p.column_stride != 1) kernel = spmm_pieces<T, Index, vector, Access::kColumns>;
-        if constexpr (vector == 1)
+        if constexpr (vector == 1 || kIsShort)
           if (spaced) kernel = spmm_pieces<T, Index, kSpacedLanes, Access::kSpaced>;
         const Grid grid{dim3(static_cast<unsigned>(blocks)), dim3(kThreads)};
         const Status status = launch_overlapped(kernel, grid, stream, p, plan);
         if (!status.ok() || chunks == 0) return status;
-        return launch_overlapped(add_parts<T, Index>,
-                                 {dim3(static_cast<unsigned>(chunks)), dim3(kThreads)}, stream, p,
+        // A block of a chunk without a long row searches in vain, so few chunks have several.
+        const int64_t shares = min(ceil_div(p.width, kThreads), max(2048 / chunks, int64_t{1}));
+        const dim3 adding(static_cast<unsigned>(chunks), static_cast<unsigned>(shares));
+        return launch_overlapped(add_parts<T, Index>, {adding, dim3(kThreads)}, stream, p,
                                  plan.units.chunks);
       });
 }
