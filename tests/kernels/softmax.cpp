@@ -49,7 +49,6 @@ Launch launch_of(const ShortPlan& plan, int64_t, int) {
   Launch launch{"short", ShortPlan::kWhy};
   launch.blocks_x = plan.blocks;
   launch.threads = launch.most_threads = kShortThreads;
-  launch.shared_bytes = plan.bytes;
   return launch;
 }
 

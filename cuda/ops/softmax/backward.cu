@@ -4,8 +4,9 @@
 //   plan        kernel                     when
 //   registers   rows_in_registers          adjacent elements, rows that a team of threads holds
 //   parts       rows_in_parts              adjacent elements, longer rows
-//   short       softmax_short_rows         up to 96 bytes, without a mask: a thread has a row
-//                                          (short.cuh); softmax_singles for 1 element
+//   short       softmax_short_rows         up to 96 bytes that are not whole vectors, or few
+//                                          rows, without a mask (short.cuh); softmax_singles for
+//                                          1 element
 //   columns     softmax_backward_columns   elements that are not adjacent (strided.cuh)
 
 #include "rows.cuh"

@@ -39,13 +39,14 @@ inline constexpr int kTwoTilesBytes = 96 * 1024;
 /// Most bytes of the tile's static shared memory, for two numbers of each row and one of a thread.
 inline constexpr int kTileStaticBytes = (kMaxTileThreads + 2 * kMaxTileRows) * 8;
 
-// Short rows, each computed by one thread.
+// Short rows, each computed by threads of one warp.
 inline constexpr int kShortThreads = 128;
+inline constexpr int kShortItems = 4;                  // elements per thread, at most
 inline constexpr int kSingleRows = 8 * kShortThreads;  // of a block, if rows have one element
 /// Longest short row, in bytes.
 inline constexpr int64_t kShortBytes = 96;
-/// Most bytes of a tile with more than a row for each thread.
-inline constexpr int kShortTileBytes = 8 * 1024;
+/// Most threads per SM of rows of whole vectors: more use whole vectors.
+inline constexpr int kFewThreads = 512;
 
 /// Rows in the registers of teams. `masked`: by a kernel with a mask, which also takes any scale.
 struct RegistersPlan {
@@ -86,14 +87,11 @@ struct TilePlan {
   TORCHKILN_HOST_DEVICE int threads() const { return rows * depth; }
 };
 
-/// Short rows that are not whole vectors.
+/// Short rows that are not whole vectors, or few.
 struct ShortPlan {
-  static constexpr const char* kWhy =
-      "A row is short: a thread computes it in a tile of rows in shared memory.";
+  static constexpr const char* kWhy = "A row is short: threads of a warp share it.";
   int64_t blocks;
-  int log_rows;  // of a tile
-  int pitch;     // elements from a row of a tile to the next one
-  int bytes;     // of the tiles
+  int log_lanes;  // threads of a row
 };
 
 using SoftmaxPlan = std::variant<RegistersPlan, PartsPlan, StridedPlan, TilePlan, ShortPlan>;
@@ -137,27 +135,20 @@ constexpr int tile_pitch(int length, int64_t size) {
   return size == 2 ? (length + 1) / 4 * 4 + 2 : length | 1;
 }
 
-/// `streams`: tensors that are read, with a tile each.
 template <class Problem>
-std::optional<ShortPlan> make_short_plan(const Problem& p, Alignment alignment, int streams,
+std::optional<ShortPlan> make_short_plan(const Problem& p, Alignment alignment,
                                          const Device& device) {
-  const int64_t size = static_cast<int64_t>(size_of(p.dtype));
-  const bool adjacent = p.stride == 1 || p.length == 1;
-  if (p.inner != 1 || p.mask.any() || p.length * size > kShortBytes ||
-      (adjacent && alignment == Alignment::vector))
+  if (p.inner != 1 || p.mask.any() ||
+      p.length * static_cast<int64_t>(size_of(p.dtype)) > kShortBytes)
     return std::nullopt;
-  if (p.length == 1) return ShortPlan{ceil_div(p.outer, kSingleRows), 0, 1, 0};
-  const int pitch = tile_pitch(static_cast<int>(p.length), size);
-  const int row_bytes = streams * pitch * static_cast<int>(size);
-  int log_rows = ceil_log2(kWarpLanes);
-  const auto may_double = [&] {
-    const int rows = 2 << log_rows;
-    return (rows <= kShortThreads || rows * row_bytes <= kShortTileBytes) &&
-           ceil_div(p.outer, rows) >= 8 * int64_t{device.multiprocessors};
-  };
-  while (may_double()) ++log_rows;
-  return ShortPlan{ceil_div(p.outer, int64_t{1} << log_rows), log_rows, pitch,
-                   row_bytes << log_rows};
+  const int log_lanes = ceil_log2(static_cast<int>(ceil_div(p.length, kShortItems)));
+  const int64_t threads = p.outer << log_lanes;
+  const bool adjacent = p.stride == 1 || p.length == 1;
+  if (adjacent && alignment == Alignment::vector &&
+      threads > int64_t{kFewThreads} * device.multiprocessors)
+    return std::nullopt;
+  if (p.length == 1) return ShortPlan{ceil_div(p.outer, kSingleRows), 0};
+  return ShortPlan{ceil_div(threads, kShortThreads), log_lanes};
 }
 
 inline std::optional<TilePlan> make_tile_plan(const Softmax& p, const Device& device) {
@@ -185,12 +176,12 @@ inline std::optional<TilePlan> make_tile_plan(const Softmax& p, const Device& de
 
 inline SoftmaxPlan choose(const Softmax& p, Alignment alignment, const Device& device) {
   if (const auto tiles = make_tile_plan(p, device)) return *tiles;
-  if (const auto short_rows = make_short_plan(p, alignment, 1, device)) return *short_rows;
+  if (const auto short_rows = make_short_plan(p, alignment, device)) return *short_rows;
   return choose_rows(p, alignment, 1, p.mask.any() || !keeps_order(p.scale), device);
 }
 
 inline SoftmaxPlan choose(const SoftmaxBackward& p, Alignment alignment, const Device& device) {
-  if (const auto short_rows = make_short_plan(p, alignment, 2, device)) return *short_rows;
+  if (const auto short_rows = make_short_plan(p, alignment, device)) return *short_rows;
   return choose_rows(p, alignment, 2, p.mask.any(), device);
 }
 

@@ -7,8 +7,8 @@
 //                                   from the L2 cache (detail/rowwise/parts.cuh)
 //   tile        softmax_tile        elements that are not adjacent in x but in y, without a mask:
 //                                   adjacent rows in shared memory (tile.cuh)
-//   short       softmax_short_rows  up to 96 bytes that are not whole vectors, without a mask: a
-//                                   thread has a row (short.cuh); softmax_singles for 1 element
+//   short       softmax_short_rows  up to 96 bytes that are not whole vectors, or few rows, without
+//                                   a mask (short.cuh); softmax_singles for 1 element
 //   columns     softmax_columns     elements that are not adjacent, read three times (strided.cuh)
 //
 // choose.h makes the plan of both directions, rows.cuh launches it. Gradients: backward.cu.
