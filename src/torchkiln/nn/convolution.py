@@ -20,7 +20,7 @@ from torchkiln.nn.batch_norm import (
     sync_batch_norm_act,
 )
 from torchkiln.nn.checks import check_act
-from torchkiln.nn.plain import is_torchs
+from torchkiln.nn.plain import attribute, is_torchs
 from torchkiln.ops._conv_moments import bn_act_from, conv_with_moments
 from torchkiln.ops._conv_routes import Geometry, Sizes, run_folded
 from torchkiln.ops._folding import Parts, forget
@@ -36,7 +36,7 @@ BATCH_NORMS = (*NORM_OF.values(), *SYNC_NORMS)
 
 def is_batch_norm(module: nn.Module | None) -> bool:
     """Whether the module is torch's batch norm, or ``SyncBatchNormAct`` without an activation."""
-    return type(module) in BATCH_NORMS and getattr(module, "act", "none") == "none"
+    return type(module) in BATCH_NORMS and attribute(module, "act", "none") == "none"
 
 
 def runs_batch_norm(module: nn.Module) -> bool:
@@ -96,7 +96,8 @@ def convolved(conv: nn.Module, norm: _BatchNorm, x: Tensor) -> tuple[Tensor, Ten
     known = None
     if norm.training and not is_compiling():
         forget(norm)
-    if norm.training and isinstance(conv, _ConvNd) and is_torchs(conv, CONVOLUTIONS):
+    if x.is_cuda and norm.training and is_torchs(conv, CONVOLUTIONS):
+        assert isinstance(conv, _ConvNd)
         # A replica of DataParallel has plain attributes in place of parameters: get() gives None.
         weight, bias = conv._parameters.get("weight"), conv._parameters.get("bias")
         if weight is not None and runs_batch_norm(norm) and not is_synchronized(norm):

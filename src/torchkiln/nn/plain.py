@@ -51,6 +51,8 @@ def attribute(module: nn.Module, name: str, *default: Any) -> Any:
             return buffers[name]
         if name in (modules := own["_modules"]):
             return modules[name]
+        if default:  # getattr would take 2 us to raise and catch an exception
+            return default[0]
     return getattr(module, name, *default)
 
 
