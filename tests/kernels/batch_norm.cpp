@@ -13,10 +13,14 @@ constexpr int64_t kChannels = 64;  // of planes
 Launch launch_of(const Gpu& gpu, const ChannelPass& pass, int blocks) {
   Launch launch;
   const bool folds = pass.plan.layout.inner > 1;
-  launch.kernel = !pass.in_rows ? "planes" : folds ? "folded planes" : "rows";
-  launch.why = !pass.in_rows ? "A block has segments of planes of one channel."
-               : folds       ? "Planes of all channels as one row, whose sums are added at the end."
-                             : "A thread keeps its columns; two kernels, and one between them.";
+  launch.kernel = pass.whole      ? "whole"
+                  : !pass.in_rows ? "planes"
+                  : folds         ? "folded planes"
+                                  : "rows";
+  launch.why = pass.whole      ? "One kernel for both passes: a block has whole channels."
+               : !pass.in_rows ? "A block has segments of planes of one channel."
+               : folds ? "Planes of all channels as one row, whose sums are added at the end."
+                       : "A thread keeps its columns; two kernels, and one between them.";
   launch.blocks_x = pass.plan.tiles;
   launch.blocks_y = pass.plan.parts;
   launch.threads = launch.most_threads = kChannelThreads;
@@ -56,7 +60,9 @@ void write_norm(const Gpu& gpu, const Call& call, const char* operands, const Ch
   };
   if (plan.resident) write("batch norm forward", resident(*plan.resident));
   if (plan.moments) write("batch norm forward", launch_of(gpu, *plan.moments, kMomentBlocks));
-  if (plan.outputs) write("batch norm forward", launch_of(gpu, *plan.outputs, kOutputBlocks));
+  if (plan.outputs)
+    write("batch norm forward",
+          launch_of(gpu, *plan.outputs, plan.outputs->whole ? kMomentBlocks : kOutputBlocks));
   BatchNormBackward q{};
   q.grad = q.statistics = address();
   q.x = x;

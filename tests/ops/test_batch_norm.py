@@ -59,10 +59,13 @@ def test_moves_the_running_statistics_as_torch(
         ((1, 1200, 2, 2), torch.float32),  # in vectors
         ((3, 1025, 3, 1), torch.float32),  # in single elements
         ((2, 2048, 8, 16), torch.bfloat16),
+        ((4, 600, 40, 40), torch.bfloat16),  # blocks with large channels alone
+        ((2, 16, 128, 128), torch.bfloat16),  # several blocks for each channel
+        ((3, 8, 70, 65), torch.float32),
     ],
 )
 @pytest.mark.parametrize("training", [True, False])
-def test_many_channels_of_few_elements(
+def test_planes_of_many_sizes(
     device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, training: bool
 ) -> None:
     x, grad = (drawn(device, *shape, dtype=dtype) for _ in range(2))

@@ -7,6 +7,8 @@
 //   rows       sums, total, grad_x: backward_rows.cu       adjacent channels, and small planes that
 //                                                          fold to rows of all channels
 //   planes     sums, total, grad_x: backward_planes.cu     channels of adjacent elements
+//   whole      one kernel for both passes: the files of    training, channels that one block reads
+//              rows and planes                             alone, few elements each in rows
 //
 // backward.cuh has the kernels of rows and planes, total.cuh and sums.cuh the total.
 
@@ -85,6 +87,7 @@ Status batch_norm_backward(const BatchNormBackward& arguments, Allocate allocate
   }
   const BatchNormBackwardPlan plan = choose(p, current_device());
   if (plan.resident) return launch_resident(p, *plan.resident, allocate, stream);
+  if (plan.passes.whole) return input_gradients_of(p, plan.passes, stream);
   const Status status = sums_of(p, plan.passes, allocate, stream);
   return status.ok() && p.grad_x != nullptr ? input_gradients_of(p, plan.passes, stream) : status;
 }

@@ -113,14 +113,14 @@ __device__ __forceinline__ void add_gradients(const BatchNormBackward& p,
   }
 }
 
-/// `partial`: [parts, 2, columns]; null if the blocks have whole channels, whose sums they finish.
-template <class Access, class Act>
-__global__ void __launch_bounds__(kChannelThreads, kBackwardBlocks)
-    part_sums(BatchNormBackward p, ChannelPlan plan, Act act, typename Access::C* partial) {
+/// Calls use(column or channel, sums) once for each column or channel of the block.
+template <class Access, class Act, class Use>
+__device__ __forceinline__ void add_sums_of_block(const BatchNormBackward& p,
+                                                  const ChannelPlan& plan, const Act& act,
+                                                  const Use& use) {
   using T = typename Access::T;
   using C = typename Access::C;
   constexpr int kLanes = Access::kLanes;
-  wait_for_previous_kernel();
   const ChannelCursor<Access> cursor(plan);
   const auto streams = gradient_streams<Access, Act>(p, static_cast<const T*>(p.grad), false);
   ChannelReader<false, GradientStreams<Access, Act>> reader(cursor, streams);
@@ -131,13 +131,26 @@ __global__ void __launch_bounds__(kChannelThreads, kBackwardBlocks)
   C sums[2][kLanes] = {};
   reader.each(
       [&](const auto& item, int64_t at) { add_gradients(p, factors, act, item, at, sums); });
-  if (!p.needs_sums()) return;
+  if (p.needs_sums()) add_threads<Access>(plan, sums, use);
+}
+
+/// finish_sums() of one block's sums.
+template <class C>
+__device__ __forceinline__ void finish_block(const BatchNormBackward& p, int64_t channel,
+                                             const C (&total)[2]) {
+  const double totals[] = {static_cast<double>(total[0]), static_cast<double>(total[1])};
+  finish_sums<C>(p, channel, totals);
+}
+
+/// `partial`: [parts, 2, columns]; null if the blocks have whole channels, whose sums they finish.
+template <class Access, class Act>
+__global__ void __launch_bounds__(kChannelThreads, kBackwardBlocks)
+    part_sums(BatchNormBackward p, ChannelPlan plan, Act act, typename Access::C* partial) {
+  using C = typename Access::C;
+  wait_for_previous_kernel();
   C* const to = partial + int64_t{blockIdx.y} * 2 * plan.columns;
-  add_threads<Access>(plan, sums, [&](int64_t column, const C(&total)[2]) {
-    if (partial == nullptr) {
-      const double totals[] = {static_cast<double>(total[0]), static_cast<double>(total[1])};
-      return finish_sums<C>(p, column, totals);
-    }
+  add_sums_of_block<Access>(p, plan, act, [&](int64_t column, const C(&total)[2]) {
+    if (partial == nullptr) return finish_block<C>(p, column, total);
     to[column] = total[0];
     to[plan.columns + column] = total[1];
   });
@@ -146,14 +159,14 @@ __global__ void __launch_bounds__(kChannelThreads, kBackwardBlocks)
 /// grad_x = scale * (g - slope * (x - mean) - level) in training, else scale * g. `grad` is the
 /// incoming gradient, or g itself.
 template <class Access, class Act>
-__global__ void __launch_bounds__(kChannelThreads, kBackwardBlocks)
-    input_gradients(BatchNormBackward p, ChannelPlan plan, Act act, const typename Access::T* grad,
-                    bool is_g, const typename Access::C* coefficients) {
+__device__ __forceinline__ void write_input_gradients(const BatchNormBackward& p,
+                                                      const ChannelPlan& plan, const Act& act,
+                                                      const typename Access::T* grad, bool is_g,
+                                                      const typename Access::C* coefficients) {
   using T = typename Access::T;
   using C = typename Access::C;
   constexpr int kLanes = Access::kLanes;
   constexpr int kChannels = Access::kColumns ? kLanes : 1;
-  wait_for_previous_kernel();
   const ChannelCursor<Access> cursor(plan);
   if (!cursor.is_inside()) return;
   const auto streams = gradient_streams<Access, Act>(p, grad, is_g);
@@ -178,6 +191,29 @@ __global__ void __launch_bounds__(kChannelThreads, kBackwardBlocks)
     }
     store(static_cast<T*>(p.grad_x) + at, g);
   });
+}
+
+template <class Access, class Act>
+__global__ void __launch_bounds__(kChannelThreads, kBackwardBlocks)
+    input_gradients(BatchNormBackward p, ChannelPlan plan, Act act, const typename Access::T* grad,
+                    bool is_g, const typename Access::C* coefficients) {
+  wait_for_previous_kernel();
+  write_input_gradients<Access>(p, plan, act, grad, is_g, coefficients);
+}
+
+/// Both passes, for blocks that have whole channels.
+template <class Access, class Act>
+__global__ void __launch_bounds__(kChannelThreads, kBackwardBlocks)
+    gradients_of_whole_channels(BatchNormBackward p, ChannelPlan plan, Act act) {
+  using C = typename Access::C;
+  wait_for_previous_kernel();
+  add_sums_of_block<Access>(p, plan, act, [&](int64_t channel, const C(&total)[2]) {
+    finish_block<C>(p, channel, total);
+  });
+  __syncthreads();
+  write_input_gradients<Access>(p, plan, act, static_cast<const typename Access::T*>(p.grad),
+                                p.activation == kActivation<None>,
+                                static_cast<const C*>(p.coefficients));
 }
 
 /// Calls body(access, activation, grid). kMayAdd: for a kernel that adds the second gradient.
@@ -231,6 +267,9 @@ Status launch_input_gradients(const BatchNormBackward& p, const ChannelPass& pas
       p, pass, [&](auto access, auto act, const Grid& grid) {
         using Access = decltype(access);
         using T = typename Access::T;
+        if (pass.whole)
+          return launch_overlapped(gradients_of_whole_channels<Access, decltype(act)>, grid, stream,
+                                   p, pass.plan, act);
         const bool has_g = p.grad_residual != nullptr && p.residual_gradient_is_exact();
         const bool is_g = has_g || p.activation == kActivation<None>;
         const T* const grad = static_cast<const T*>(has_g ? p.grad_residual : p.grad);

@@ -53,6 +53,8 @@ inline constexpr int kResidentColumns = 2 * kChannelThreads;  // of a block, at 
 /// The most shared memory of a block on 9.0 and 10.0. Where it is less, an SM does not hold two
 /// blocks.
 inline constexpr int kSharedOf90 = 227 * 1024;
+/// Most vectors per thread of a block that reads its channels alone where several could share them.
+inline constexpr int64_t kWholeItems = 8;
 /// Most elements for which one kernel does both passes and writes grad_residual. Three or four
 /// larger tensors do not fit the L2 cache, where the second of two kernels reads one tensor less.
 inline constexpr int64_t kMostWithResidual = int64_t{1} << 24;
@@ -76,6 +78,7 @@ struct ChannelPass {
   bool in_rows;  // rows of adjacent columns, else planes
   int lanes;     // kChannelLanes, or 1 for single elements
   ChannelPlan plan;
+  bool whole = false;  // both passes in one kernel, whose blocks have whole channels
 };
 
 /// Whether the planes are read as rows of all channels.
@@ -144,6 +147,20 @@ inline ChannelPass make_channel_pass(Dtype dtype, const ChannelLayout& layout,
   return {in_rows, lanes, make_channel_plan(layout, in_rows, lanes, blocks, device)};
 }
 
+/// Lets each block read its channels alone and make both passes, if that takes less time than the
+/// launch of three kernels. Blocks with planes of many channels do so in any case.
+inline void make_whole(ChannelPass& pass) {
+  ChannelPlan& plan = pass.plan;
+  const ChannelLayout& layout = plan.layout;
+  if (layout.numel() == 0 || plan.columns != layout.channels) return;
+  const int64_t vectors = pass.in_rows ? layout.outer * plan.threads_x
+                                       : layout.outer * ceil_div(layout.inner, pass.lanes);
+  const bool few = vectors <= kWholeItems * kChannelThreads;
+  if (!few && (pass.in_rows || plan.parts > 1)) return;
+  plan.parts = 1;
+  pass.whole = true;
+}
+
 /// The plan of one kernel that makes both passes with a resident grid; nullopt if there is none.
 /// `pass` is the plan of two kernels, with kResidentBlocks blocks per SM.
 inline std::optional<ChannelPass> make_resident_pass(const ChannelPass& pass,
@@ -158,7 +175,8 @@ inline std::optional<ChannelPass> make_resident_pass(const ChannelPass& pass,
   return resident;
 }
 
-/// The kernels of a forward: `resident`; or `moments` and their merge, if training, and `outputs`.
+/// The kernels of a forward: `resident`; or `moments` and their merge, if training and `outputs` is
+/// not whole, and `outputs`.
 struct BatchNormPlan {
   std::optional<ChannelPass> resident;
   std::optional<ChannelPass> moments;
@@ -175,16 +193,17 @@ inline ChannelPass choose_outputs(const BatchNorm& p, const Device& device) {
 
 inline BatchNormPlan choose(const BatchNorm& p, const Device& device) {
   BatchNormPlan plan{};
-  if (p.training) {
+  plan.outputs = choose_outputs(p, device);
+  if (p.training) make_whole(*plan.outputs);
+  if (p.training && !plan.outputs->whole) {
     if (p.residual == nullptr && p.signs == nullptr) {
       const auto tensors = {p.x, static_cast<const void*>(p.y)};
       plan.resident = make_resident_pass(
           make_channel_pass(p.dtype, p.layout, tensors, kResidentBlocks, device), device);
     }
-    if (plan.resident) return plan;
+    if (plan.resident) return {plan.resident, std::nullopt, std::nullopt};
     plan.moments = choose_moments(p, device);
   }
-  plan.outputs = choose_outputs(p, device);
   return plan;
 }
 
@@ -207,7 +226,10 @@ struct BatchNormBackwardPlan {
 };
 
 inline BatchNormBackwardPlan choose(const BatchNormBackward& p, const Device& device) {
-  const ChannelPass passes = choose_passes(p, device);
+  ChannelPass passes = choose_passes(p, device);
+  if (p.training && p.grad_x != nullptr && p.second == nullptr && p.needs_sums())
+    make_whole(passes);
+  if (passes.whole) return {std::nullopt, passes};
   const bool fits_cache = p.grad_residual == nullptr || p.layout.numel() <= kMostWithResidual;
   if (!p.training || !p.needs_sums() || !fits_cache) return {std::nullopt, passes};
   return {make_resident_pass(passes, device), passes};

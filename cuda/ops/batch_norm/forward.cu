@@ -6,6 +6,8 @@
 //   rows       moments, merge, y: forward_rows.cu          adjacent channels, and small planes that
 //                                                          fold to rows of all channels
 //   planes     moments, merge, y: forward_planes.cu        channels of adjacent elements
+//   whole      one kernel for both passes: the files of    training, channels that one block reads
+//              rows and planes                             alone, few elements each in rows
 //
 // In eval mode y is the only kernel. forward.cuh has the kernels of rows and planes, channels.cuh
 // the elements of each thread, factors.cuh n, pool.cu batch norm with a max pool. Gradients:

@@ -4,6 +4,7 @@
 
 #include "factors.cuh"
 #include "merge.cuh"
+#include "statistics.cuh"
 
 namespace torchkiln::cuda {
 
@@ -34,10 +35,11 @@ template <class Access>
 using MomentStreams = ChannelStreams<Access, 1, false, double, double>;
 
 /// Sums the distances from the first element of the block's part of a channel, and their squares:
-/// few digits are lost where the mean is far from 0.
-template <class Access>
+/// few digits are lost where the mean is far from 0. Calls use(column or channel, moments) once for
+/// each column or channel of the block.
+template <class Access, class Use>
 __device__ __forceinline__ void add_moments(const typename Access::T* x, const ChannelPlan& plan,
-                                            Moments* partial) {
+                                            const Use& use) {
   using C = typename Access::C;
   constexpr int kLanes = Access::kLanes;
   constexpr int kChannels = Access::kColumns ? kLanes : 1;
@@ -70,12 +72,11 @@ __device__ __forceinline__ void add_moments(const typename Access::T* x, const C
   } else {
     count = reduce_block(count * kLanes);
   }
-  Moments* const to = partial + blockIdx.y * plan.columns;
   add_threads<Access>(plan, values, [&](int64_t column, const double (&sums)[2]) {
     C from[1] = {};
     if (count > 0) widen(load_vector<1>(x + cursor.first_of_column(column)), from);
-    to[column] = Moments::from_sums(static_cast<double>(count), static_cast<double>(from[0]),
-                                    sums[0], sums[1]);
+    use(column, Moments::from_sums(static_cast<double>(count), static_cast<double>(from[0]),
+                                   sums[0], sums[1]));
   });
 }
 
@@ -83,7 +84,9 @@ template <class Access>
 __global__ void __launch_bounds__(kChannelThreads, kMomentBlocks)
     part_moments(const typename Access::T* x, ChannelPlan plan, Moments* partial) {
   wait_for_previous_kernel();
-  add_moments<Access>(x, plan, partial);
+  Moments* const to = partial + blockIdx.y * plan.columns;
+  add_moments<Access>(x, plan,
+                      [&](int64_t column, const Moments& moments) { to[column] = moments; });
 }
 
 /// Computes the factors of a thread's channels from the running statistics, in eval mode. Writes
@@ -116,12 +119,11 @@ template <class Access>
 using OutputStreams = ChannelStreams<Access, 2, false>;
 
 template <class Access, class Act>
-__global__ void __launch_bounds__(kChannelThreads, kOutputBlocks)
-    channel_outputs(BatchNorm p, ChannelPlan plan, Act act) {
+__device__ __forceinline__ void write_outputs(const BatchNorm& p, const ChannelPlan& plan,
+                                              const Act& act) {
   using T = typename Access::T;
   using C = typename Access::C;
   constexpr int kLanes = Access::kLanes;
-  wait_for_previous_kernel();
   const ChannelCursor<Access> cursor(plan);
   if (!cursor.is_inside()) return;
   using Streams = OutputStreams<Access>;
@@ -157,6 +159,27 @@ __global__ void __launch_bounds__(kChannelThreads, kOutputBlocks)
   });
 }
 
+template <class Access, class Act>
+__global__ void __launch_bounds__(kChannelThreads, kOutputBlocks)
+    channel_outputs(BatchNorm p, ChannelPlan plan, Act act) {
+  wait_for_previous_kernel();
+  write_outputs<Access>(p, plan, act);
+}
+
+/// Both passes, for blocks that have whole channels.
+template <class Access, class Act>
+__global__ void __launch_bounds__(kChannelThreads, kMomentBlocks)
+    whole_channels(BatchNorm p, ChannelPlan plan, Act act) {
+  wait_for_previous_kernel();
+  add_moments<Access>(static_cast<const typename Access::T*>(p.x), plan,
+                      [&](int64_t channel, const Moments& moments) {
+                        finish_statistics<typename Access::C>(p, channel, RunningValues(p, channel),
+                                                              moments);
+                      });
+  __syncthreads();
+  write_outputs<Access>(p, plan, act);
+}
+
 template <bool kColumns>
 Status launch_moments(const BatchNorm& p, const ChannelPass& pass, Allocate allocate,
                       CUstream_st* stream) {
@@ -186,8 +209,13 @@ Status launch_outputs(const BatchNorm& p, const ChannelPass& pass, CUstream_st* 
     using Access = decltype(access);
     grid.shared_bytes = OutputStreams<Access>::kSharedBytes;
     const Status status = with_channel_activation<Access>(p.activation, [&](auto act) {
-      return launch_overlapped(channel_outputs<Access, decltype(act)>, grid, stream, p, pass.plan,
-                               act);
+      using Act = decltype(act);
+      auto* kernel = channel_outputs<Access, Act>;
+      if (pass.whole) {
+        kernel = whole_channels<Access, Act>;
+        grid.shared_bytes = std::max(grid.shared_bytes, MomentStreams<Access>::kSharedBytes);
+      }
+      return launch_overlapped(kernel, grid, stream, p, pass.plan, act);
     });
     if (!status.ok() || p.signs == nullptr || Access::kLanes == kChannelLanes) return status;
     return pack_signs(p, stream);

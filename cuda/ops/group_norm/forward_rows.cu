@@ -14,8 +14,9 @@ __global__ void __launch_bounds__(kChannelThreads, kMomentBlocks)
   using T = typename Access::T;
   wait_for_previous_kernel();
   for_each_sample(p.layout, [&](int64_t sample, int64_t first) {
+    Moments* const to = partial + (sample * plan.parts + blockIdx.y) * plan.columns;
     add_moments<Access>(static_cast<const T*>(p.x) + first, plan,
-                        partial + sample * plan.parts * plan.columns);
+                        [&](int64_t column, const Moments& moments) { to[column] = moments; });
   });
 }
 
