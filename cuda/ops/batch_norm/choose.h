@@ -227,9 +227,12 @@ struct BatchNormBackwardPlan {
 
 inline BatchNormBackwardPlan choose(const BatchNormBackward& p, const Device& device) {
   ChannelPass passes = choose_passes(p, device);
-  if (p.training && p.grad_x != nullptr && p.second == nullptr && p.needs_sums())
-    make_whole(passes);
-  if (passes.whole) return {std::nullopt, passes};
+  if (p.training) make_whole(passes);
+  if (passes.whole) {
+    // The blocks do not depend on which gradients are wanted, so neither do the bits of the sums.
+    passes.whole = p.grad_x != nullptr && p.second == nullptr;
+    return {std::nullopt, passes};
+  }
   const bool fits_cache = p.grad_residual == nullptr || p.layout.numel() <= kMostWithResidual;
   if (!p.training || !p.needs_sums() || !fits_cache) return {std::nullopt, passes};
   return {make_resident_pass(passes, device), passes};

@@ -22,7 +22,7 @@ from torchkiln.nn.batch_norm import (
 from torchkiln.nn.checks import check_act
 from torchkiln.nn.plain import attribute, is_torchs
 from torchkiln.ops._conv_moments import bn_act_from, conv_with_moments
-from torchkiln.ops._conv_routes import Geometry, Sizes, run_folded
+from torchkiln.ops._conv_routes import HALF, Geometry, Sizes, run_folded
 from torchkiln.ops._folding import Parts, forget
 from torchkiln.ops.activation import ACTIVATIONS
 from torchkiln.typing import Activation, Device
@@ -96,7 +96,7 @@ def convolved(conv: nn.Module, norm: _BatchNorm, x: Tensor) -> tuple[Tensor, Ten
     known = None
     if norm.training and not is_compiling():
         forget(norm)
-    if x.is_cuda and norm.training and is_torchs(conv, CONVOLUTIONS):
+    if x.is_cuda and x.dtype in HALF and norm.training and is_torchs(conv, CONVOLUTIONS):
         assert isinstance(conv, _ConvNd)
         # A replica of DataParallel has plain attributes in place of parameters: get() gives None.
         weight, bias = conv._parameters.get("weight"), conv._parameters.get("bias")
