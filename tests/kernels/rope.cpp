@@ -37,6 +37,7 @@ Launch launch_of(const Gpu& gpu, const QkvChoice& choice, bool is_backward) {
 Launch launch_of(const QkvAcrossChoice& choice, int per_multiprocessor) {
   Launch launch{"across", "One norm over all heads: a block reads its token twice."};
   launch.blocks_x = choice.blocks;
+  launch.blocks_y = choice.parts;
   launch.threads = choice.threads;
   launch.most_threads = kQkvThreads;
   launch.shared_bytes = choice.shared_bytes;

@@ -198,11 +198,15 @@ def test_cos_and_sin_have_gradients(device: torch.device, options: dict[str, Any
     torch.testing.assert_close(derivatives(found), derivatives(expected))
 
 
-@pytest.mark.parametrize("counts", [(4, 2, 64), (3, 1, 21), (100, 4, 128)], ids=str)
-def test_a_norm_of_all_heads(device: torch.device, counts: tuple[int, int, int]) -> None:
-    """More tokens than blocks, and sums for the weights beyond what a block keeps."""
-    heads, kv_heads, size = counts
-    tokens, rotated = 301, size - size % 2
+@pytest.mark.parametrize(
+    "counts",
+    [(301, 4, 2, 64), (301, 3, 1, 21), (301, 100, 4, 128), (1, 601, 151, 64), (3, 700, 100, 21)],
+    ids=str,
+)
+def test_a_norm_of_all_heads(device: torch.device, counts: tuple[int, int, int, int]) -> None:
+    """More tokens than blocks, sums for the weights beyond what a block keeps, shared tokens."""
+    tokens, heads, kv_heads, size = counts
+    rotated = size - size % 2
     shapes = (
         (tokens, (heads + 2 * kv_heads) * size),
         (heads * size,),

@@ -180,9 +180,11 @@ inline void run_into(const QkvCall& call, const std::array<Tensor, 3>& out,
     set_strides(arguments.out_stride[i], out[i]);
   }
   arguments.places = places;
-  launch(
+  launch_allocating(
       call.op, out[0], tokens, std::max<int64_t>(1, kProjectionGrain / call.qkv->size(-1)),
-      [&](auto stream) { return cuda::qkv_norm_rope(arguments, stream); },
+      [&](Allocate allocate, auto stream) {
+        return cuda::qkv_norm_rope(arguments, allocate, stream);
+      },
       [&](int64_t begin, int64_t end) { return cpu::qkv_norm_rope(arguments, begin, end); });
 }
 

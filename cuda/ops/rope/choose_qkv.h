@@ -34,6 +34,11 @@ inline constexpr int kRingStages = 2;
 inline constexpr int kAcrossPieces = 2;
 inline constexpr int kAcrossBackwardPieces = 3;
 inline constexpr int64_t kAcrossThreads = 2 * kQkvThreads;
+/// Fewer tokens than this, whose blocks would have so many rounds, have several blocks each: about
+/// kAcrossBlocks in all, with two rounds or more.
+inline constexpr int64_t kFewAcrossTokens = 64;
+inline constexpr int64_t kManyRounds = 8;
+inline constexpr int64_t kAcrossBlocks = 1024;
 /// Sums for the weights up to this size are kept in shared memory, larger ones in global memory.
 inline constexpr int64_t kMostSharedBytes = 48 * 1024;
 
@@ -59,7 +64,7 @@ struct QkvPlan {
   int64_t blocks_of_one_round() const { return ceil_div(int64_t{all_tokens} * all_groups, teams); }
 };
 
-/// Blocks that process a token each.
+/// Blocks that process a token each, or a part of one.
 struct QkvAcrossPlan {
   QkvPlan plan;
   Divisor pieces;       // per head
@@ -81,7 +86,8 @@ struct QkvChoice {
 struct QkvAcrossChoice {
   int lanes;
   int threads;
-  int64_t blocks;
+  int64_t blocks;    // along x
+  int64_t parts;     // blocks along y, which share the pieces of a token
   int shared_bytes;  // for the sums of a backward; 0 if they are not in shared memory
   QkvAcrossPlan plan;
 };
@@ -207,7 +213,7 @@ inline int across_threads(const QkvAcrossPlan& across, int pieces) {
   return static_cast<int>(ceil_div(even, kWarpLanes)) * kWarpLanes;
 }
 
-/// A block for each token.
+/// A block for each token, or several for each of few.
 inline QkvAcrossChoice make_across_choice(const QkvNormRope& p, int lanes, int pieces) {
   QkvAcrossPlan plan{};
   plan.plan = make_qkv_plan(p, lanes, 1);
@@ -215,7 +221,11 @@ inline QkvAcrossChoice make_across_choice(const QkvNormRope& p, int lanes, int p
   plan.normalized = static_cast<uint32_t>(p.heads + p.kv_heads) * plan.plan.pieces;
   plan.all = static_cast<uint32_t>(p.heads + 2 * p.kv_heads) * plan.plan.pieces;
   for (int kind = 0; kind < 2; ++kind) plan.sizes[kind] = p.norm_size(kind);
-  return {lanes, across_threads(plan, pieces), plan.plan.all_tokens, 0, plan};
+  const int threads = across_threads(plan, pieces);
+  const int64_t tokens = plan.plan.all_tokens, rounds = ceil_div(plan.all, threads);
+  const bool is_shared = tokens < kFewAcrossTokens && rounds >= kManyRounds;
+  const int64_t parts = is_shared ? std::min(kAcrossBlocks / tokens, rounds / 2) : 1;
+  return {lanes, threads, tokens, parts, 0, plan};
 }
 
 /// The plan for one norm over all heads.
@@ -229,11 +239,14 @@ inline QkvAcrossChoice choose_across(const QkvNormRopeBackward& arguments, const
   const int widest = vector_lanes(p.dtype);
   const bool in_vectors = pieces_in_vectors(p, widest) && gradients_in_vectors(arguments, widest);
   QkvAcrossChoice choice = make_across_choice(p, in_vectors ? widest : 1, kAcrossBackwardPieces);
-  choice.blocks = std::min(choice.blocks, kAcrossThreads / choice.threads * device.multiprocessors);
+  if (choice.parts == 1)
+    choice.blocks =
+        std::min(choice.blocks, kAcrossThreads / choice.threads * device.multiprocessors);
   const int64_t bytes = (p.norm_size(0) + p.norm_size(1)) * compute_bytes(p.dtype);
   const bool wants_sums =
       arguments.grad_weight[0] != nullptr || arguments.grad_weight[1] != nullptr;
-  if (wants_sums && bytes <= kMostSharedBytes) choice.shared_bytes = static_cast<int>(bytes);
+  if (wants_sums && choice.parts == 1 && bytes <= kMostSharedBytes)
+    choice.shared_bytes = static_cast<int>(bytes);
   return choice;
 }
 

@@ -2,14 +2,15 @@
 
 // qkv_norm_rope with one norm over all heads of the queries, and one over all heads of the keys: a
 // block processes a token. Its threads read the token twice, the second time from the L1 cache.
-// Blocks are small: while one waits for its sums, other blocks of the SM read.
+// Blocks are small: while one waits for its sums, other blocks of the SM read. Few tokens of many
+// heads have several blocks each along y, and two kernels: the first writes the sums of each block.
 
 #include "ops/rope/qkv.cuh"
 #include "torchkiln/device/block_reduce.cuh"
 
 namespace torchkiln::cuda {
 
-Status qkv_norm_across_rope(const QkvNormRope& arguments, CUstream_st* stream);
+Status qkv_norm_across_rope(const QkvNormRope& arguments, Allocate allocate, CUstream_st* stream);
 Status qkv_norm_across_rope_backward(const QkvNormRopeBackward& arguments, Allocate allocate,
                                      CUstream_st* stream);
 
@@ -42,6 +43,49 @@ struct RowPiece {
     this->head = packed - p.heads - (kind == kValues ? p.kv_heads : 0);
   }
 };
+
+/// The first piece of a thread, and the step from piece to piece.
+__device__ __forceinline__ uint32_t first_piece() { return blockIdx.y * blockDim.x + threadIdx.x; }
+__device__ __forceinline__ uint32_t piece_step() { return gridDim.y * blockDim.x; }
+
+/// Sums of the blocks of each token: the first of two launches writes them, the second adds them.
+template <int N, class C>
+struct BlockSums {
+  C* sums;        // [token][block][N]; null: a block has a whole token, and there is one launch
+  bool is_first;  // of two launches
+
+  __device__ __forceinline__ bool is_second() const { return sums != nullptr && !is_first; }
+
+  __device__ __forceinline__ C* of(uint32_t block) const {
+    return sums + (uint64_t{blockIdx.x} * gridDim.y + block) * N;
+  }
+  __device__ __forceinline__ void write(const C (&own)[N]) const {
+    if (threadIdx.x > 0) return;
+#pragma unroll
+    for (int i = 0; i < N; ++i) of(blockIdx.y)[i] = own[i];
+  }
+  /// Adds every blockDim.x-th block's sums.
+  __device__ __forceinline__ void add_to(C (&own)[N]) const {
+    for (uint32_t block = threadIdx.x; block < gridDim.y; block += blockDim.x) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) own[i] += of(block)[i];
+    }
+  }
+};
+
+/// Calls launch(grid, sums), twice if tokens have several blocks.
+template <int N, class C, class Launch>
+Status launch_across(const QkvAcrossChoice& choice, Allocate allocate, const Launch& launch) {
+  Grid grid{};
+  grid.blocks = dim3(static_cast<unsigned>(choice.blocks), static_cast<unsigned>(choice.parts));
+  grid.threads = dim3(choice.threads);
+  grid.shared_bytes = choice.shared_bytes;
+  if (choice.parts == 1) return launch(grid, BlockSums<N, C>{});
+  const int64_t count = choice.blocks * choice.parts * N;
+  C* const sums = static_cast<C*>(allocate(static_cast<size_t>(count) * sizeof(C)));
+  const Status status = launch(grid, BlockSums<N, C>{sums, true});
+  return status.ok() ? launch(grid, BlockSums<N, C>{sums, false}) : status;
+}
 
 /// Loads and widens a piece of a head; a missing second vector becomes zeros.
 template <class T, class C, int kLanes>

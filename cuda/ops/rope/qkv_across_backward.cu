@@ -1,6 +1,6 @@
 // The gradients of qkv_norm_rope with one norm over all heads of a token. A block processes every
-// gridDim.x-th token, and keeps its sums for the weights in shared memory, or in global memory if
-// they are larger than 48 KiB.
+// gridDim.x-th token, or a part of one, and keeps its sums for the weights in shared memory, or in
+// global memory if they are larger than 48 KiB or of a part.
 
 #include "ops/rope/qkv_across.cuh"
 #include "ops/rope/qkv_weight_sums.cuh"
@@ -54,7 +54,8 @@ __device__ __forceinline__ void add_to(C* sums, const C (&terms)[kLanes]) {
 
 template <class T, int kLanes>
 __global__ void __launch_bounds__(kQkvThreads, 2)
-    qkv_norm_across_rope_gradients(const QkvAcrossBackward arguments) {
+    qkv_norm_across_rope_gradients(const QkvAcrossBackward arguments,
+                                   const BlockSums<4, Compute<T>> block_totals) {
   using C = Compute<T>;
   extern __shared__ __align__(kVectorBytes) unsigned char shared[];
   wait_for_previous_kernel();
@@ -74,7 +75,8 @@ __global__ void __launch_bounds__(kQkvThreads, 2)
     return reinterpret_cast<C*>(shared) + at.begin(p);
   };
   constexpr C kZeros[kLanes] = {};
-  for (uint32_t i = threadIdx.x; i < across.normalized; i += blockDim.x) {
+  for (uint32_t i = first_piece(); !block_totals.is_first && i < across.normalized;
+       i += piece_step()) {
     const RowPiece at(across, i, kLanes);
     if (C* const sums = block_sums(at)) store_piece(sums, at.piece, kZeros, kZeros);
   }
@@ -95,7 +97,9 @@ __global__ void __launch_bounds__(kQkvThreads, 2)
     };
     // Squares of x, and products of x and the gradient of the normalized x, for each kind.
     C totals[4] = {};
-    for (uint32_t i = threadIdx.x; i < across.normalized; i += blockDim.x) {
+    if (block_totals.is_second()) block_totals.add_to(totals);
+    const uint32_t counted = block_totals.is_second() ? 0 : across.normalized;
+    for (uint32_t i = first_piece(); i < counted; i += piece_step()) {
       const RowPiece at(across, i, kLanes);
       const PieceGradient<C, kLanes> g(across.plan, at, row, grad_of(at), batch, factor_row);
       C square = C(0), product = C(0);
@@ -112,6 +116,7 @@ __global__ void __launch_bounds__(kQkvThreads, 2)
       totals[3] += is_query ? C(0) : product;
     }
     reduce_block(totals);
+    if (block_totals.is_first) return block_totals.write(totals);
     C rstds[2], pulls[2];
 #pragma unroll
     for (int kind = 0; kind < 2; ++kind) {
@@ -120,7 +125,7 @@ __global__ void __launch_bounds__(kQkvThreads, 2)
       rstds[kind] = rstd;
       pulls[kind] = totals[2 + kind] * rstd * rstd * inverse_size;
     }
-    for (uint32_t i = threadIdx.x; i < across.all; i += blockDim.x) {
+    for (uint32_t i = first_piece(); i < across.all; i += piece_step()) {
       const RowPiece at(across, i, kLanes);
       if (at.kind == kValues) {
         C a[kLanes], b[kLanes];
@@ -147,7 +152,7 @@ __global__ void __launch_bounds__(kQkvThreads, 2)
     }
   }
   if (!arguments.sums_in_shared) return;
-  for (uint32_t i = threadIdx.x; i < across.normalized; i += blockDim.x) {
+  for (uint32_t i = first_piece(); i < across.normalized; i += piece_step()) {
     const RowPiece at(across, i, kLanes);
     C* const sums = row_sums(at);
     if (sums == nullptr) continue;
@@ -165,12 +170,11 @@ Status launch(const QkvNormRopeBackward& arguments, const QkvAcrossChoice& choic
   const WeightSums sums = make_weight_sums<T>(arguments, choice.blocks, choice.blocks, allocate);
   const QkvAcrossBackward across{choice.plan, make_backward_plan(choice.plan.plan, arguments, sums),
                                  choice.shared_bytes > 0};
-  Grid grid{};
-  grid.blocks = dim3(static_cast<unsigned>(choice.blocks));
-  grid.threads = dim3(choice.threads);
-  grid.shared_bytes = choice.shared_bytes;
   const Status status =
-      launch_overlapped(qkv_norm_across_rope_gradients<T, kLanes>, grid, stream, across);
+      launch_across<4, Compute<T>>(choice, allocate, [&](const Grid& grid, const auto& totals) {
+        return launch_overlapped(qkv_norm_across_rope_gradients<T, kLanes>, grid, stream, across,
+                                 totals);
+      });
   return status.ok() ? finish_weight_sums<T>(sums, arguments.forward.weight_dtype, stream) : status;
 }
 

@@ -1,6 +1,6 @@
 // qkv_norm_rope with one norm over all heads of queries and one over all heads of keys. A block
-// processes a token and reads its queries and keys twice. qkv_across.cuh is shared with
-// qkv_across_backward.cu.
+// processes a token, or a part of it, and reads its queries and keys twice. qkv_across.cuh is
+// shared with qkv_across_backward.cu.
 
 #include "ops/rope/qkv_across.cuh"
 
@@ -9,7 +9,8 @@ namespace {
 
 template <class T, int kLanes>
 __global__ void __launch_bounds__(kQkvThreads)
-    qkv_norm_across_rope_tokens(const QkvAcrossPlan across) {
+    qkv_norm_across_rope_tokens(const QkvAcrossPlan across,
+                                const BlockSums<2, Compute<T>> block_sums) {
   using C = Compute<T>;
   wait_for_previous_kernel();
   const QkvPlan& plan = across.plan;
@@ -19,7 +20,9 @@ __global__ void __launch_bounds__(kQkvThreads)
   const T* const row =
       static_cast<const T*>(p.qkv) + batch * p.qkv_stride[0] + token * p.qkv_stride[1];
   C scale[2] = {};
-  for (uint32_t i = threadIdx.x; i < across.normalized; i += blockDim.x) {
+  if (block_sums.is_second()) block_sums.add_to(scale);
+  const uint32_t squares = block_sums.is_second() ? 0 : across.normalized;
+  for (uint32_t i = first_piece(); i < squares; i += piece_step()) {
     const RowPiece at(across, i, kLanes);
     C a[kLanes], b[kLanes], sum = C(0);
     load_piece(row + at.begin(p), at.piece, a, b);
@@ -29,12 +32,13 @@ __global__ void __launch_bounds__(kQkvThreads)
     scale[1] += at.kind == kQueries ? C(0) : sum;
   }
   reduce_block(scale);
+  if (block_sums.is_first) return block_sums.write(scale);
 #pragma unroll
   for (int kind = 0; kind < 2; ++kind)
     scale[kind] = rstd_of(scale[kind], C(1) / static_cast<C>(across.sizes[kind]), p);
   const int64_t factor_row = row_of(p.angles.rows, batch, token);
   const int64_t place = row_of(p.places, batch, token);
-  for (uint32_t i = threadIdx.x; i < across.all; i += blockDim.x) {
+  for (uint32_t i = first_piece(); i < across.all; i += piece_step()) {
     const RowPiece at(across, i, kLanes);
     if (at.kind != kQueries && place < 0) return;
     C a[kLanes], b[kLanes];
@@ -61,19 +65,21 @@ __global__ void __launch_bounds__(kQkvThreads)
 }
 
 template <class T, int kLanes>
-Status launch(const QkvAcrossChoice& choice, CUstream_st* stream) {
-  const Grid grid{dim3(static_cast<unsigned>(choice.blocks)), dim3(choice.threads)};
-  return launch_overlapped(qkv_norm_across_rope_tokens<T, kLanes>, grid, stream, choice.plan);
+Status launch(const QkvAcrossChoice& choice, Allocate allocate, CUstream_st* stream) {
+  return launch_across<2, Compute<T>>(choice, allocate, [&](const Grid& grid, const auto& sums) {
+    return launch_overlapped(qkv_norm_across_rope_tokens<T, kLanes>, grid, stream, choice.plan,
+                             sums);
+  });
 }
 
 }  // namespace
 
-Status qkv_norm_across_rope(const QkvNormRope& arguments, CUstream_st* stream) {
+Status qkv_norm_across_rope(const QkvNormRope& arguments, Allocate allocate, CUstream_st* stream) {
   const QkvAcrossChoice choice = choose_across(arguments);
   return dispatch_floating(arguments.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return choice.lanes == 1 ? launch<T, 1>(choice, stream)
-                             : launch<T, kVectorLanes<T>>(choice, stream);
+    return choice.lanes == 1 ? launch<T, 1>(choice, allocate, stream)
+                             : launch<T, kVectorLanes<T>>(choice, allocate, stream);
   });
 }
 

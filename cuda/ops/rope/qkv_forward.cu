@@ -144,8 +144,8 @@ Status launch(const QkvPlan& plan, CUstream_st* stream) {
 
 }  // namespace
 
-Status qkv_norm_rope(const QkvNormRope& arguments, CUstream_st* stream) {
-  if (arguments.norm == QkvNorm::all) return qkv_norm_across_rope(arguments, stream);
+Status qkv_norm_rope(const QkvNormRope& arguments, Allocate allocate, CUstream_st* stream) {
+  if (arguments.norm == QkvNorm::all) return qkv_norm_across_rope(arguments, allocate, stream);
   const std::optional<QkvChoice> choice = choose(arguments, current_device());
   if (!choice) return {kTooManyTeams};
   const QkvPlan& plan = choice->plan;

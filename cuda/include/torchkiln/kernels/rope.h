@@ -144,7 +144,10 @@ namespace cuda {
 
 /// Runs on the current device, queued on `stream`: one kernel for all heads.
 TORCHKILN_EXPORT Status rope(const Rope& arguments, CUstream_st* stream);
-TORCHKILN_EXPORT Status qkv_norm_rope(const QkvNormRope& arguments, CUstream_st* stream);
+
+/// One kernel, or two for one norm over all heads of few tokens. Results are bitwise reproducible.
+TORCHKILN_EXPORT Status qkv_norm_rope(const QkvNormRope& arguments, Allocate allocate,
+                                      CUstream_st* stream);
 
 TORCHKILN_EXPORT Status cache_mask(const CacheMask& arguments, CUstream_st* stream);
 
