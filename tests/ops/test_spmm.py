@@ -232,54 +232,6 @@ def test_columns_in_any_order_are_sound(device: torch.device) -> None:
     close(torchkiln.spmm((crow, col, values), b, check=True), dense(values, crow, col, 4) @ b)
 
 
-@pytest.mark.parametrize("index", INDICES)
-def test_transposed_pattern(device: torch.device, index: torch.dtype) -> None:
-    """The entries are those of the transposed matrix, in the order of their original rows."""
-    crow, col, values = matrix(31, 7, device, index)
-    packed = torchkiln.csr_transpose(crow, col, 7)
-    entries = col.numel()
-    begins, rows, order = packed.split([8, entries, entries])
-    expected = torch.sort(col.long(), stable=True).indices
-    assert torch.equal(order.long(), expected)
-    found = torch.sparse_csr_tensor(begins, rows, values[order.long()], (7, 31))
-    close(found.to_dense(), dense(values, crow, col, 7).t())
-    assert torch.equal(packed, torchkiln.csr_transpose(crow, col, 7))
-
-
-@pytest.mark.parametrize(
-    ("rows", "columns", "entries"),
-    [(50, 3000, 1500), (9, 1, 5000), (3223, 24, 51568), (200, 5000, 14656), (30, 9000, 5000)],
-)
-def test_transposed_patterns_of_many_entries(
-    device: torch.device, rows: int, columns: int, entries: int
-) -> None:
-    """Sorted by one block of threads, by several, in several rounds, and by a radix sort."""
-    torch.manual_seed(columns)
-    row = torch.randint(rows, (2, entries), device=device).sort().values
-    col = torch.randint(columns, (2, entries), device=device)
-    crow = torch.searchsorted(row, torch.arange(rows + 1, device=device).expand(2, -1).contiguous())
-    packed = torchkiln.csr_transpose(crow, col, columns)
-    begins, places, order = packed.split([columns + 1, entries, entries], dim=-1)
-    expected = torch.sort(col, stable=True)
-    assert torch.equal(order.long(), expected.indices)
-    assert torch.equal(places.long(), row.gather(1, expected.indices))
-    ends = torch.arange(columns + 1, device=device).expand(2, -1).contiguous()
-    assert torch.equal(begins.long(), torch.searchsorted(expected.values, ends))
-    for i in range(2):
-        assert torch.equal(torchkiln.csr_transpose(crow[i], col[i], columns), packed[i])
-
-
-def test_a_given_transposed_pattern_changes_no_bit(device: torch.device) -> None:
-    crow, col, values = matrix(31, 7, device)
-    b = torch.randn(7, 12, device=device, requires_grad=True)
-    packed = torchkiln.csr_transpose(crow, col, 7)
-    grad = torch.randn(31, 12, device=device)
-    plain = torchkiln.spmm((crow, col, values), b)
-    given = torchkiln.spmm((crow, col, values), b, transpose=packed)
-    expected = torch.autograd.grad(plain, b, grad)[0]
-    assert torch.equal(torch.autograd.grad(given, b, grad)[0], expected)
-
-
 @pytest.mark.parametrize("strided", ["crow", "col"])
 def test_indices_of_any_strides(device: torch.device, strided: str) -> None:
     crow, col, values = matrix(13, 9, device)

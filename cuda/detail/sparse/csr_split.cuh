@@ -67,6 +67,16 @@ __device__ __forceinline__ int row_of(const Index* crow, int rows, int64_t entry
   return low;
 }
 
+/// The row of an entry that lies in one of the rows first <= row <= last.
+template <class Index>
+__device__ __forceinline__ int row_between(const Index* crow, int first, int last, int64_t entry) {
+  for (++last; last - first > 1;) {
+    const int middle = first + (last - first) / 2;
+    (crow[middle] <= entry ? first : last) = middle;
+  }
+  return first;
+}
+
 /// The slot for the partial result of a long row in this chunk; the row begins at entry
 /// `row_begin`.
 __device__ __forceinline__ int64_t slot_of(const Chunks& chunks, int64_t chunk, int64_t row_begin) {

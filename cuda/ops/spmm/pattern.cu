@@ -1,10 +1,9 @@
-// Patterns of sparse matrices: transposition and validation.
+// Patterns of sparse matrices: transposition and validation. ranks.cuh transposes few entries.
 
 #include <cub/block/block_scan.cuh>
 #include <cub/device/device_radix_sort.cuh>
 
-#include "detail/sparse/csr_split.cuh"
-#include "torchkiln/device/vec.cuh"
+#include "ops/spmm/ranks.cuh"
 
 namespace torchkiln::cuda {
 
@@ -40,16 +39,6 @@ cudaError_t sort(const CsrTranspose& p, Entries& entries, cudaStream_t stream) {
   return cub::DeviceRadixSort::SortPairs(
       entries.temporary, entries.temporary_bytes, entries.key, entries.sorted_key, entries.index,
       entries.sorted_index, static_cast<int32_t>(p.batch * p.pattern.entries), 0, bits, stream);
-}
-
-/// The row of an entry that lies in one of the rows first <= row <= last.
-template <class Index>
-__device__ __forceinline__ int row_between(const Index* crow, int first, int last, int64_t entry) {
-  for (++last; last - first > 1;) {
-    const int middle = first + (last - first) / 2;
-    (crow[middle] <= entry ? first : last) = middle;
-  }
-  return first;
 }
 
 /// Writes key, index and row of each entry. A warp takes 32 * kItems entries and finds the rows of
@@ -314,6 +303,15 @@ Status csr_transpose(const CsrTranspose& p, Allocate allocate, CUstream_st* stre
   if (p.batch == 0) return {};
   if (all >= int64_t{1} << 31 || p.batch * p.pattern.columns >= int64_t{1} << 32)
     return {"the transposed pattern of 2^31 entries or more is not built, expected fewer"};
+  if (is_ranked(p)) {
+    const RankPlan plan = plan_ranks(p.pattern);
+    return with_index(p.pattern.wide, [&](auto index) {
+      return launch_overlapped(
+          rank_entries<typename decltype(index)::type>,
+          {dim3(static_cast<unsigned>(plan.blocks * p.batch)), dim3(kRankThreads)}, stream, p,
+          plan);
+    });
+  }
   if (const Counting plan = plan_counting(p.pattern); plan.blocks > 0)
     return count_and_place(p, plan, allocate, stream);
   Entries entries{};

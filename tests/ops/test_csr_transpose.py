@@ -1,0 +1,71 @@
+"""Transposed patterns of sparse matrices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torchkiln
+from torchkiln.testing.specs.spmm import dense, pattern
+
+# Torch's own sparse tensors come with warnings.
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
+
+INDICES = (torch.int32, torch.int64)
+
+
+@pytest.mark.parametrize("index", INDICES)
+def test_transposed_pattern(device: torch.device, index: torch.dtype) -> None:
+    """The entries are those of the transposed matrix, in the order of their original rows."""
+    crow, col = pattern(31, 7, device, index)
+    values = torch.randn(col.shape, device=device)
+    packed = torchkiln.csr_transpose(crow, col, 7)
+    entries = col.numel()
+    begins, rows, order = packed.split([8, entries, entries])
+    expected = torch.sort(col.long(), stable=True).indices
+    assert torch.equal(order.long(), expected)
+    found = torch.sparse_csr_tensor(begins, rows, values[order.long()], (7, 31))
+    torch.testing.assert_close(found.to_dense(), dense(values, crow, col, 7).t())
+    assert torch.equal(packed, torchkiln.csr_transpose(crow, col, 7))
+
+
+# Batch, rows, columns and entries: few entries, whose places are counted, in one or four threads
+# each; a counting sort by one block of threads, by several, and in several rounds; a radix sort.
+PATTERNS = (
+    *((2, 8, 39936, 8), (2, 354, 1, 215), (2, 50, 3000, 1500), (2, 9, 1, 5000), (1, 3, 2, 8000)),
+    *((20, 40, 60, 2000), (2, 200, 5000, 14656), (2, 3223, 24, 51568), (2, 30, 9000, 5000)),
+)
+
+
+@pytest.mark.parametrize(("batch", "rows", "columns", "entries"), PATTERNS)
+@pytest.mark.parametrize("index", INDICES)
+def test_transposed_patterns_of_many_entries(
+    device: torch.device, index: torch.dtype, batch: int, rows: int, columns: int, entries: int
+) -> None:
+    """Places of entries are exact, for each kind of sort."""
+    torch.manual_seed(columns)
+    row = torch.randint(rows, (batch, entries), device=device).sort().values
+    col = torch.randint(columns, (batch, entries), device=device)
+    ends = torch.arange(rows + 1, device=device).expand(batch, -1).contiguous()
+    crow, col = torch.searchsorted(row, ends).to(index), col.to(index)
+    packed = torchkiln.csr_transpose(crow, col, columns)
+    begins, places, order = packed.split([columns + 1, entries, entries], dim=-1)
+    expected = torch.sort(col, stable=True)
+    assert torch.equal(order.long(), expected.indices)
+    assert torch.equal(places.long(), row.gather(1, expected.indices))
+    ends = torch.arange(columns + 1, device=device).expand(batch, -1).contiguous()
+    assert torch.equal(begins.long(), torch.searchsorted(expected.values.long(), ends))
+    for i in range(batch):
+        assert torch.equal(torchkiln.csr_transpose(crow[i], col[i], columns), packed[i])
+
+
+def test_a_given_transposed_pattern_changes_no_bit(device: torch.device) -> None:
+    crow, col = pattern(31, 7, device)
+    values = torch.randn(col.shape, device=device)
+    b = torch.randn(7, 12, device=device, requires_grad=True)
+    packed = torchkiln.csr_transpose(crow, col, 7)
+    grad = torch.randn(31, 12, device=device)
+    plain = torchkiln.spmm((crow, col, values), b)
+    given = torchkiln.spmm((crow, col, values), b, transpose=packed)
+    expected = torch.autograd.grad(plain, b, grad)[0]
+    assert torch.equal(torch.autograd.grad(given, b, grad)[0], expected)
