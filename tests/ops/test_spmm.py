@@ -272,6 +272,7 @@ PATTERNS = {
     "few entries": (27, 42, 108),
     "tall": (3223, 24, 20000),
     "flat": (5, 2000, 6000),
+    "many entries": (300, 2000, 40000),
     "one long row": (60, 2000, 2500),
     "one long row of many": (1500, 2000, 5000),
 }

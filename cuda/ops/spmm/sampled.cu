@@ -164,22 +164,34 @@ bool has_block_per_entry(const SampledProduct& p) {
 /// With fewer entries, groups of eight lanes leave most of the GPU idle.
 constexpr int64_t kFewEntries = 1 << 15;
 
-Units narrow_units(const CsrPattern& pattern) {
-  Units units{make_chunks(pattern, 512), 3};
+/// 1 << result threads have a row of mean length: in two rounds or more, or in about one if there
+/// are few entries. kLanes << k threads have kUnroll << k entries in a round.
+template <class Flight>
+int group_log2_of(const CsrPattern& pattern, int least, int most) {
   const int64_t mean = pattern.entries / pattern.rows;
-  while (units.group_log2 < 5 && 2 * Narrow::kUnroll << (units.group_log2 - 3) <= mean)
-    ++units.group_log2;
-  return units;
+  const int64_t wanted = pattern.entries <= kFewEntries ? 3 * mean / 2 - 1 : mean / 2;
+  int group_log2 = least;
+  while (group_log2 < most && int64_t{Flight::kUnroll} << (group_log2 - least) <= wanted)
+    ++group_log2;
+  return group_log2;
 }
 
-/// A row has several warps, so that each has a few rounds. Pieces are not added, so they may be
-/// short.
+/// Pieces are not added, so they may be short: one or two rounds of a chunk's threads if there are
+/// few entries, though not fewer than rows.
+Chunks chunks_for(const CsrPattern& pattern, int64_t few, int64_t many) {
+  if (pattern.entries > kFewEntries || pattern.entries < pattern.rows)
+    return make_chunks(pattern, many);
+  return {few, pattern.entries > few ? ceil_div(pattern.entries, few) : 0};
+}
+
+Units narrow_units(const CsrPattern& pattern) {
+  return {chunks_for(pattern, 4 * Narrow::kUnroll, 512), group_log2_of<Narrow>(pattern, 3, 5)};
+}
+
+/// A row has several warps, so that each has a few rounds.
 Units wide_units(const CsrPattern& pattern) {
-  Units units{make_chunks(pattern, 64), 5};
-  const int64_t mean = pattern.entries / pattern.rows;
-  while (units.group_log2 < 12 && int64_t{2 * Wide::kUnroll} << (units.group_log2 - 5) <= mean)
-    ++units.group_log2;
-  return units;
+  const int group_log2 = group_log2_of<Wide>(pattern, 5, 12);
+  return {chunks_for(pattern, int64_t{2 * Wide::kUnroll} << (group_log2 - 5), 64), group_log2};
 }
 
 }  // namespace
