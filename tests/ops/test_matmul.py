@@ -81,12 +81,14 @@ def test_matmul_is_torch_matmul(device: torch.device) -> None:
     torch.testing.assert_close(out, a @ b)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("shapes", [((50, 3), (3, 4)), ((50, 3), (3,)), ((3,), (3, 4))])
 def test_a_gradient_has_contiguous_columns_if_its_matrix_has(
-    device: torch.device, shapes: tuple[tuple[int, ...], ...]
+    device: torch.device, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype
 ) -> None:
     """As with torch.matmul, whose backward takes the same products."""
-    made = [torch.randn(shape[::-1], device=device).t().requires_grad_() for shape in shapes]
+    made = [torch.randn(shape[::-1], device=device, dtype=dtype).t() for shape in shapes]
+    made = [tensor.requires_grad_() for tensor in made]
     grad = torch.randn_like(torch.matmul(*made))
     found = torch.autograd.grad(matmul(*made), made, grad)
     for one, other, tensor in zip(

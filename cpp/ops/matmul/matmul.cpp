@@ -90,11 +90,14 @@ Tensor flat_rows(const Tensor& matrices, SymIntArrayRef batch) {
 // the sum over the batch becomes part of the product's inner sum, which is rounded once.
 //
 // The gradient of a float32 matrix whose columns are contiguous has contiguous columns, as torch's
-// has: its product then is as fast as that of forward. Half precision is faster in rows.
+// has: its product then is as fast as that of forward. Half precision is faster in rows, but for
+// few columns.
 
-bool has_columns_of_floats(const Tensor& matrix) {
-  return matrix.dim() == 2 && !is_half(matrix.scalar_type()) && matrix.sym_stride(0) == 1 &&
-         matrix.sym_stride(1) == matrix.sym_size(0);
+bool has_gradient_in_columns(const Tensor& matrix) {
+  constexpr int64_t kFewColumns = 8;
+  return matrix.dim() == 2 && matrix.sym_stride(0) == 1 &&
+         matrix.sym_stride(1) == matrix.sym_size(0) &&
+         (!is_half(matrix.scalar_type()) || matrix.sym_size(1) <= kFewColumns);
 }
 
 Tensor gradient_of_a(const Tensor& grad, const Tensor& b, SymIntArrayRef sizes, bool by_columns) {
@@ -163,8 +166,8 @@ struct Op {
     return record(
         kName, {a, b}, below.call<Op>(a, b),
         keep(b.requires_grad() ? a : Tensor(), a.requires_grad() ? b : Tensor()),
-        [of_a, of_b, a_by_columns = has_columns_of_floats(a),
-         b_by_columns = has_columns_of_floats(b)](const Incoming& in, const Kept<2>& kept) {
+        [of_a, of_b, a_by_columns = has_gradient_in_columns(a),
+         b_by_columns = has_gradient_in_columns(b)](const Incoming& in, const Kept<2>& kept) {
           Tensor grad = in[0];
           if (of_b.size() == 1) grad = grad.unsqueeze(-1);
           if (of_a.size() == 1) grad = grad.unsqueeze(-2);
