@@ -30,6 +30,16 @@ at::Tensor ActivationBackward::kernel(const at::Tensor& grad, const at::Tensor& 
   return out;
 }
 
+void write_gradient_and_output(const at::Tensor& grad, const at::Tensor& x, Activation activation,
+                               const at::Tensor& to) {
+  launch_elementwise(
+      "activation_backward", std::array{to, grad}, std::array{grad, x},
+      [&](const auto& p, auto stream) {
+        return cuda::activation_backward_with_output(p, activation, stream);
+      },
+      [](const auto&, int64_t, int64_t) { return Status{"a CPU has no kernel for both results"}; });
+}
+
 void run_activation(const char* op, Activation activation, const at::Tensor& out,
                     const at::Tensor& x) {
   launch_elementwise(

@@ -64,6 +64,11 @@ inline at::Tensor composite_activation(Activation activation, const at::Tensor& 
 void run_activation(const char* op, Activation activation, const at::Tensor& out,
                     const at::Tensor& x);
 
+/// Writes the gradient of activation(x) to `to`; the output overwrites `grad`. On a GPU, where one
+/// pass takes less time than two.
+void write_gradient_and_output(const at::Tensor& grad, const at::Tensor& x, Activation activation,
+                               const at::Tensor& to);
+
 /// The gradient of activation(x); `saved` is x or the output, see saved_by(activation).
 struct ActivationBackward {
   static constexpr const char* kSchema =

@@ -52,6 +52,7 @@ struct Wanted {
   bool bias;
   bool output;
   bool overwrites;  // the results may overwrite the arguments
+  bool is_plain;    // nothing records or transforms the call, so that it need not be an op
 };
 
 // Gradients of a linear layer from the gradient of its output, as rows.
@@ -99,6 +100,12 @@ struct Plain {
                          const Wanted& wanted) {
     const Tensor grad = input_gradient(rows, down);
     Passed found;
+    if (wanted.output && wanted.is_plain && !wanted.bias && needs_input(act) && grad.is_cuda()) {
+      found.grad = empty_in_layout_of(kept);
+      write_gradient_and_output(grad, kept, act, found.grad);
+      found.output = grad;
+      return found;
+    }
     if (wanted.output) found.output = output(kept, act);
     if (act == kActivation<None>) {
       found.grad = grad;
@@ -312,11 +319,11 @@ struct Op : Schema<Kind> {
             std::tie(hidden, kept) = Kind::again(x, up, maybe(up_bias), act);
           Passed passed;
           if (wants_layer) {
-            const bool overwrites = (!saved.defined() || is_last_use(was_hooked)) &&
-                                    Below(detail::keys_of(rows, kept)).is_plain();
-            passed =
-                Kind::backward(rows, down, as_matrix(kept), act,
-                               Wanted{in.wants(3), in.wants(2) && !hidden.defined(), overwrites});
+            const bool is_plain = Below(detail::keys_of(rows, kept)).is_plain();
+            const bool overwrites = is_plain && (!saved.defined() || is_last_use(was_hooked));
+            passed = Kind::backward(
+                rows, down, as_matrix(kept), act,
+                Wanted{in.wants(3), in.wants(2) && !hidden.defined(), overwrites, is_plain});
             if (!hidden.defined()) hidden = std::move(passed.output);
           } else if (in.wants(2) && !hidden.defined()) {
             hidden = Kind::output(kept, act);

@@ -1,5 +1,6 @@
 // grad_x = grad * activation'(saved), element by element, with the tensor that the forward has
-// saved, x or y. The kernels are those of device/elementwise.cuh, as in forward.cu.
+// saved, x or y; or from x, together with y, which mlp() does not save. The kernels are those of
+// device/elementwise.cuh, as in forward.cu.
 
 #include "torchkiln/device/elementwise.cuh"
 #include "torchkiln/kernels/activation.h"
@@ -7,6 +8,18 @@
 namespace torchkiln::cuda {
 
 using namespace device;
+namespace {
+
+/// The gradient of activation(x), from x, and activation(x).
+template <class Act, class Math>
+struct GradientAndValue {
+  template <class C>
+  __device__ __forceinline__ Pair<C> operator()(C grad, C x) const {
+    return {gradient_from_input<Act, Math>(grad, x), Act::template value<Math>(x)};
+  }
+};
+
+}  // namespace
 
 Status activation_backward(const Elementwise<2>& arguments, Activation activation,
                            CUstream_st* stream) {
@@ -14,6 +27,17 @@ Status activation_backward(const Elementwise<2>& arguments, Activation activatio
     using T = typename decltype(tag)::type;
     return elementwise::launch_activated<T, T, T>(
         activation, elementwise::Make<ActivatedGradient, MathFor<T>>{}, arguments, stream);
+  });
+}
+
+/// One kernel serves all activations, as in gated/with_output.cu.
+Status activation_backward_with_output(const Elementwise<2, 2>& arguments, Activation activation,
+                                       CUstream_st* stream) {
+  return dispatch_floating(arguments.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using Make = elementwise::Make<GradientAndValue, MathFor<T>>;
+    const elementwise::Switched<Make, Activations> body{activation, {}};
+    return elementwise::launch_bodies<T, T, T>(body, body, arguments, stream);
   });
 }
 

@@ -27,5 +27,10 @@ TORCHKILN_EXPORT Status activation(const Elementwise<1>& arguments, Activation a
 TORCHKILN_EXPORT Status activation_backward(const Elementwise<2>& arguments, Activation activation,
                                             CUstream_st* stream);
 
+/// The gradient with respect to x and the output, which may overwrite `grad`; the inputs are
+/// {grad, x}.
+TORCHKILN_EXPORT Status activation_backward_with_output(const Elementwise<2, 2>& arguments,
+                                                        Activation activation, CUstream_st* stream);
+
 }  // namespace cuda
 }  // namespace torchkiln
