@@ -273,6 +273,7 @@ PATTERNS = {
     "tall": (3223, 24, 20000),
     "flat": (5, 2000, 6000),
     "many entries": (300, 2000, 40000),
+    "many rows": (5888, 4, 5215),
     "one long row": (60, 2000, 2500),
     "one long row of many": (1500, 2000, 5000),
 }

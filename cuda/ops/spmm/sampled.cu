@@ -163,6 +163,8 @@ bool has_block_per_entry(const SampledProduct& p) {
 
 /// With fewer entries, groups of eight lanes leave most of the GPU idle.
 constexpr int64_t kFewEntries = 1 << 15;
+/// More rows with a warp each take several rounds of all warps of a GPU.
+constexpr int64_t kFewRows = 1 << 12;
 
 /// 1 << result threads have a row of mean length: in two rounds or more, or in about one if there
 /// are few entries. kLanes << k threads have kUnroll << k entries in a round.
@@ -211,7 +213,8 @@ Status sampled_product(const SampledProduct& p, CUstream_st* stream) {
       return launch_overlapped(sampled_entries<T, Index>, entries, stream, p);
     }
     const int64_t vectors = ceil_div(p.width, vector);
-    const bool is_wide = vectors > (p.pattern.entries <= kFewEntries ? 16 : 64);
+    const bool are_few = p.pattern.entries <= kFewEntries && p.pattern.rows <= kFewRows;
+    const bool is_wide = vectors > (are_few ? 16 : 64);
     const Units units = is_wide ? wide_units(p.pattern) : narrow_units(p.pattern);
     const int chunk_log2 = is_wide ? chunk_log2_of<Wide>(units) : chunk_log2_of<Narrow>(units);
     const int64_t blocks = ceil_div(thread_count(p.pattern, units, chunk_log2), kThreads);
