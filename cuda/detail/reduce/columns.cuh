@@ -106,21 +106,21 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 // 4 blocks per SM, and 9 loads in flight per thread: the partial sums of 132 blocks arrive
 // together.
 inline constexpr int kFinishThreads = 512;
-inline constexpr int kFinishWarps = kFinishThreads / kWarpLanes;
 inline constexpr int kFinishLoads = 9;
+// Most threads that share a column: eight adjacent sums of float32 are a whole sector.
+inline constexpr int kMostSharing = 64;
 
-/// Adds the chunks, and the folded columns. A warp reads 32 adjacent columns; `sharing` warps share
-/// the terms of these columns. A grid of two rows finishes two results; the partial sums of the
-/// second result follow those of the first.
+/// Adds the chunks, and the folded columns. `sharing` threads share the terms of a column. A grid
+/// of two rows finishes two results; the partial sums of the second result follow those of the
+/// first.
 template <class C>
 __global__ void __launch_bounds__(kFinishThreads)
     finish(const C* partial, Plan plan, int sharing, Result result, Result second) {
   const int thread = static_cast<int>(threadIdx.x);
-  const int groups = kFinishWarps / sharing;  // of columns, in a block
-  const int share = thread / kWarpLanes / groups;
-  const int in_block = thread % (groups * kWarpLanes);
+  const int in_block = kFinishThreads / sharing;  // columns
+  const int share = thread / in_block;
   const int64_t outputs = plan.columns / plan.fold;
-  const int64_t output = int64_t{blockIdx.x} * (groups * kWarpLanes) + in_block;
+  const int64_t output = int64_t{blockIdx.x} * in_block + thread % in_block;
   int64_t column = output;
   if (plan.fold > 1) column += output / plan.period * plan.period * (plan.fold - 1);
   const int terms = static_cast<int>(plan.chunks) * plan.fold;
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kFinishThreads)
   shared[thread] = sum;
   __syncthreads();
   if (share > 0 || output >= outputs) return;
-  for (int s = 1; s < sharing; ++s) sum += shared[s * groups * kWarpLanes + thread];
+  for (int s = 1; s < sharing; ++s) sum += shared[s * in_block + thread];
   result.store(output, sum);
 }
 
@@ -157,8 +157,8 @@ __global__ void __launch_bounds__(kFinishThreads)
 template <class C>
 Status queue_finish(const C* partial, const Plan& plan, const Result& result, const Result* second,
                     cudaStream_t stream) {
-  // Warps that would have no more than one round of loads take other columns.
-  int sharing = kFinishWarps;
+  // Threads that would have no more than one round of loads take other columns.
+  int sharing = kMostSharing;
   while (sharing > 1 && plan.chunks * plan.fold <= kFinishLoads * (sharing / 2)) sharing /= 2;
   const int in_block = kFinishThreads / sharing;
   const int64_t blocks = ceil_div(plan.columns / plan.fold, in_block);
