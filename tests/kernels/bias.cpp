@@ -12,6 +12,10 @@ Launch launch_of(const reduce::columns::Plan& plan, int lanes, int blocks, Dtype
   Launch launch{lanes > 1 ? "vectors" : "elements",
                 lanes > 1 ? "One pass writes the gradient of x and sums that of the bias."
                           : "The same, for rows that are not whole vectors."};
+  if (plan.fold > 1) {
+    launch.kernel = "folded";
+    launch.why = "The same, for many adjacent rows of which several together are whole vectors.";
+  }
   launch.blocks_x = plan.tiles;
   launch.blocks_y = plan.chunks;
   launch.threads = launch.most_threads = reduce::columns::kThreads;

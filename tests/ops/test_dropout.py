@@ -155,6 +155,23 @@ def test_gradient_has_the_mask_of_the_forward(device: torch.device, p: float) ->
         assert (grads[2] == 1).all()
 
 
+@pytest.mark.parametrize("shape", [(40003, 13), (70001, 1), (2053, 26), (71, 40001)], ids=str)
+@pytest.mark.parametrize("dtype", FLOATING, ids=str)
+def test_gradients_of_dense_rows(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    """Rows that are not whole vectors, which several blocks share."""
+    x = torch.ones(shape, device=device, dtype=dtype, requires_grad=True)
+    bias = torch.zeros(shape[1], device=device, dtype=dtype, requires_grad=True)
+    out = torchkiln.bias_dropout_add(x, bias, torch.zeros_like(x), 0.3)
+    grad = torch.randn(shape, device=device).to(dtype)
+    of_x, of_bias = torch.autograd.grad(out, (x, bias), grad)
+    expected = torch.where(out.detach() != 0, grad.double() / 0.7, 0)
+    torch.testing.assert_close(of_x, expected.to(dtype))
+    rounding = torch.finfo(dtype).eps
+    torch.testing.assert_close(of_bias.double(), expected.sum(0), rtol=rounding, atol=2e-3)
+
+
 def test_nothing_is_drawn_without_need(device: torch.device) -> None:
     """Out of training, and where all or none are dropped, the generator stands still."""
     x, residual = (torch.randn(5, 7, device=device, requires_grad=True) for _ in range(2))

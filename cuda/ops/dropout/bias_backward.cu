@@ -2,7 +2,8 @@
 // same pass: a body for the column reduction in detail/reduce/columns.cuh.
 //
 //   plan       kernel                       when
-//   vectors    sum_columns, 16-byte loads   all rows are whole 16-byte vectors
+//   vectors    sum_columns, 16-byte loads   all rows are whole 16-byte vectors, or several adjacent
+//                                           rows together, if there are many
 //   elements   sum_columns, single loads    otherwise
 
 #include "choose.h"
@@ -22,12 +23,26 @@ struct GradientBody {
   static constexpr int kRowsInFlight = dropout_rows_in_flight(Lanes);
   using Item = Vec<T, Lanes>;
 
-  DropoutBackward problem;
+  DropoutBackward problem;  // whose rows are several rows each if they are folded
   C scale;
+  int64_t rest_begin;  // the elements after the last folded row
+  int64_t rest_length;
   RandomState random;
 
-  __device__ __forceinline__ void begin(int64_t, bool, C (&)[Lanes]) {
+  __device__ __forceinline__ void begin(int64_t column, bool is_first, C (&sum)[Lanes]) {
     random = problem.dropout.random.resolved();
+    if (!is_first || column >= rest_length) return;
+    const int64_t first = rest_begin + column;
+    const Mask<Lanes> mask(problem.dropout, random, first);
+#pragma unroll
+    for (int i = 0; i < Lanes; ++i) {
+      if (column + i >= rest_length) break;
+      const C grad = convert<C>(static_cast<const T*>(problem.grad)[first + i]);
+      const C masked = mask.kept(i) ? grad * scale : C(0);
+      sum[i] += masked;
+      if (problem.grad_x != nullptr)
+        static_cast<T*>(problem.grad_x)[first + i] = convert<T>(masked);
+    }
   }
 
   __device__ __forceinline__ Item load(int64_t row, int64_t column) const {
@@ -52,7 +67,13 @@ struct GradientBody {
 template <class T, int Lanes>
 Status launch_gradients(const DropoutBackward& p, const DropoutPlan& plan, Allocate allocate,
                         CUstream_st* stream) {
-  const GradientBody<T, Lanes> body{p, static_cast<Compute<T>>(p.dropout.scale), {}};
+  DropoutBackward folded = p;
+  folded.rows = plan.columns.rows;
+  folded.columns = plan.columns.columns;
+  if (plan.columns.fold > 1) folded.grad_row_stride = folded.columns;
+  const int64_t done = folded.rows * folded.columns;
+  const GradientBody<T, Lanes> body{
+      folded, static_cast<Compute<T>>(p.dropout.scale), done, p.rows * p.columns - done, {}};
   return columns::launch<kDropoutBlocks>(body, plan.columns, allocate, p.grad_bias, p.bias_dtype,
                                          stream);
 }
