@@ -22,7 +22,7 @@ inline MaybeCopy class_rows(const at::Tensor& tensor) {
   const at::Tensor& last = moved.defined() ? moved : tensor;
   if (auto view = rows_without_copy(last)) return std::move(*view);
   trace::note("copied: the classes of a row are not adjacent in strides ", tensor.strides());
-  return MaybeCopy::owned(last.contiguous().view({-1, last.size(-1)}));
+  return MaybeCopy::owned(contiguous_copy(last).view({-1, last.size(-1)}));
 }
 
 inline int64_t row_count(const at::Tensor& logits) {

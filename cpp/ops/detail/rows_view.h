@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "detail/collapse_dims.h"
+#include "detail/contiguous_copy.h"
 #include "detail/maybe_copy.h"
 #include "torchkiln/torch/note.h"
 
@@ -19,7 +20,9 @@ struct RowsView {
 /// A tensor as rows of `columns` elements: a view if the rows are evenly spaced, else a copy.
 inline RowsView view_as_rows(const at::Tensor& tensor, int64_t rows, int64_t columns) {
   if (tensor.is_contiguous()) return {MaybeCopy::borrowed(tensor), columns};
-  at::Tensor view = tensor.reshape({rows, columns});
+  const bool is_apart = tensor.size(-1) > 1 && tensor.stride(-1) != 1;
+  at::Tensor view =
+      is_apart ? contiguous_copy(tensor).view({rows, columns}) : tensor.reshape({rows, columns});
   if (columns > 1 && view.stride(1) != 1) view = view.contiguous();
   if (view.const_data_ptr() != tensor.const_data_ptr())
     trace::note("copied: strides ", tensor.strides(), " are no evenly spaced rows of ", columns,

@@ -4,8 +4,8 @@
 
 #include <climits>
 
+#include "detail/contiguous_copy.h"
 #include "detail/maybe_copy.h"
-#include "torchkiln/kernels/pointwise.h"
 #include "torchkiln/kernels/spmm.h"
 #include "torchkiln/torch/checks.h"
 #include "torchkiln/torch/elementwise.h"
@@ -102,19 +102,11 @@ MaybeCopy adjacent(const Tensor& tensor) {
                                                         : MaybeCopy::owned(tensor.contiguous());
 }
 
-/// adjacent() of matrices. On a GPU, our elementwise kernels transpose a matrix through squares in
-/// shared memory; torch's copy reads or writes single elements far apart.
-MaybeCopy adjacent_columns(const char* op, const Tensor& matrices) {
-  if (!matrices.is_cuda() || matrices.size(-1) <= 1 || matrices.stride(-1) == 1)
-    return adjacent(matrices);
-  Tensor rows = at::empty(matrices.sizes(), matrices.options());
-  launch_elementwise(
-      op, std::array{rows}, std::array{matrices},
-      [](const auto& p, auto stream) { return cuda::scale_shift(p, 1.0, 0.0, stream); },
-      [](const auto& p, int64_t begin, int64_t end) {
-        return cpu::scale_shift(p, 1.0, 0.0, begin, end);
-      });
-  return MaybeCopy::owned(std::move(rows));
+/// adjacent() of matrices of numbers.
+MaybeCopy adjacent_columns(const Tensor& matrices) {
+  return matrices.size(-1) <= 1 || matrices.stride(-1) == 1
+             ? MaybeCopy::borrowed(matrices)
+             : MaybeCopy::owned(contiguous_copy(matrices));
 }
 
 int64_t batch_stride(const Tensor& tensor, int64_t rank) {
@@ -170,7 +162,7 @@ void multiply(const char* op, const CsrArguments& pattern, const Tensor& values,
   arguments.batch = out.dim() == 3 ? out.size(0) : 1;
   arguments.column_stride = b.size(-1) > 1 ? b.stride(-1) : 1;
   const bool is_read_in_place = b.is_cuda() && reads_columns(arguments);
-  const MaybeCopy dense = is_read_in_place ? MaybeCopy::borrowed(b) : adjacent_columns(op, b);
+  const MaybeCopy dense = is_read_in_place ? MaybeCopy::borrowed(b) : adjacent_columns(b);
   if (!is_read_in_place) {
     arguments.dense = dense_rows(*dense);
     arguments.column_stride = 1;
@@ -302,7 +294,7 @@ Tensor SampledOp::kernel(const Tensor& crow, const Tensor& col, const Tensor& le
   Tensor out = meta(crow, col, left, right, transpose, summed);
   if (out.numel() == 0) return out;
   const CsrArguments pattern(crow, col, right.size(-2));
-  const MaybeCopy rows = adjacent_columns(kSampled, left);
+  const MaybeCopy rows = adjacent_columns(left);
   SampledProduct arguments{};
   arguments.pattern = pattern.arguments;
   arguments.left = dense_rows(*rows);
@@ -316,8 +308,7 @@ Tensor SampledOp::kernel(const Tensor& crow, const Tensor& col, const Tensor& le
   arguments.width = left.size(-1);
   arguments.summed = summed;
   const bool is_read_in_place = right.is_cuda() && reads_columns(arguments);
-  const MaybeCopy columns =
-      is_read_in_place ? MaybeCopy::borrowed(right) : adjacent_columns(kSampled, right);
+  const MaybeCopy columns = is_read_in_place ? MaybeCopy::borrowed(right) : adjacent_columns(right);
   if (!is_read_in_place) {
     arguments.right = dense_rows(*columns);
     arguments.column_stride = 1;
