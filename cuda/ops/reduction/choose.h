@@ -38,6 +38,14 @@ inline bool is_rows(const Reduction& p) {
   return p.inner == 1 || p.reduced_stride <= p.inner_stride;
 }
 
+/// Whether one block sums columns in vectors of less than 16 bytes, with at most 32 rows per
+/// thread, before a second kernel could start.
+inline bool suits_one_block(const Reduction& p, int lanes) {
+  const int64_t vectors = p.outer * p.inner / lanes;
+  return lanes < device::vector_lanes(p.dtype) && vectors <= reduce::columns::kThreadsX &&
+         p.reduced <= 32 * (reduce::columns::kThreads / vectors);
+}
+
 /// Selects the widest vectors that divide every row of a batch. If these are narrower than 16 bytes
 /// and the rows are dense, reads `fold` rows as one row, whose length is a multiple of 16 bytes;
 /// the sums are folded at the end.
@@ -47,7 +55,7 @@ inline ColumnAccess column_access(const Reduction& p) {
   const int64_t batch_stride = p.outer == 1 ? 0 : p.outer_stride;
   const int lanes = device::widest_lanes(p.in, p.dtype, {p.inner, p.reduced_stride, batch_stride});
   const ColumnAccess access{lanes};
-  if (lanes == widest || p.reduced_stride != p.inner ||
+  if (lanes == widest || suits_one_block(p, lanes) || p.reduced_stride != p.inner ||
       !device::rows_in_vectors(p.in, widest, {batch_stride})) {
     return access;
   }
@@ -84,6 +92,7 @@ inline ReductionPlan choose(const Reduction& p, const device::Device& device) {
                                             plan.access.lanes, kColumnBlocks, device);
   plan.columns.fold = fold;
   plan.columns.period = p.inner;
+  if (suits_one_block(p, plan.access.lanes)) plan.columns.chunks = 1;
   return plan;
 }
 

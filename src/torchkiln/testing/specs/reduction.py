@@ -32,6 +32,7 @@ SHAPES: Mapping[str, tuple[tuple[int, ...], Any]] = (
     | {"middle": ((5, 6, 7), 1), "rank 9": ((2, 1, 2, 3, 1, 2, 1, 2, 3), (0, 3, 8))}
     | {"long row": ((140001,), None), "long rows": ((3, 70001), 1), "long columns": ((70001, 3), 0)}
     | {"wide columns": ((70, 2049), 0), "batch": ((7, 300, 5), 1)}
+    | {"long narrow columns": ((1017, 10), 0)}
 )
 
 
