@@ -62,6 +62,8 @@ def test_moves_the_running_statistics_as_torch(
         ((4, 600, 40, 40), torch.bfloat16),  # blocks with large channels alone
         ((2, 16, 128, 128), torch.bfloat16),  # several blocks for each channel
         ((3, 8, 70, 65), torch.float32),
+        ((6, 4099, 1, 1), torch.bfloat16),  # a thread adds the parts of a channel
+        ((3, 4099, 2, 1), torch.float32),
     ],
 )
 @pytest.mark.parametrize("training", [True, False])

@@ -19,12 +19,12 @@
 namespace torchkiln::cuda {
 namespace {
 
-template <class C>
+template <class C, int kThreads>
 __global__ void __launch_bounds__(kTotalThreads)
     add_sums(BatchNormBackward p, const C* partial, int64_t parts, int64_t columns) {
   wait_for_previous_kernel();
   const int64_t channels = p.layout.channels;
-  const ChannelParts own(parts, 2 * columns, columns, channels);
+  const ChannelParts<kThreads> own(parts, 2 * columns, columns, channels);
   const int64_t channel = own.channel();
   const bool inside = channel < channels;
   double sums[2] = {};
@@ -32,11 +32,11 @@ __global__ void __launch_bounds__(kTotalThreads)
     struct Part {
       C sum, product;
     };
-    own.each<Part>([&](int64_t at) { return Part{partial[at], partial[at + columns]}; },
-                   [&](const Part& each) {
-                     sums[0] += static_cast<double>(each.sum);
-                     sums[1] += static_cast<double>(each.product);
-                   });
+    own.template each<Part>([&](int64_t at) { return Part{partial[at], partial[at + columns]}; },
+                            [&](const Part& each) {
+                              sums[0] += static_cast<double>(each.sum);
+                              sums[1] += static_cast<double>(each.product);
+                            });
   }
   if (!add_total(own, sums) || !inside) return;
   finish_sums<C>(p, channel, sums);
@@ -58,15 +58,15 @@ Status input_gradients_of(const BatchNormBackward& p, const ChannelPass& pass,
 
 Status add_channel_sums(const BatchNormBackward& p, const void* partial, int64_t parts,
                         int64_t columns, CUstream_st* stream) {
-  Grid grid;
-  grid.blocks = dim3(static_cast<unsigned>(ceil_div(p.layout.channels, kChannelsOfTotal)));
-  grid.threads = kTotalThreads;
-  const auto launch = [&](auto tag) {
-    using C = typename decltype(tag)::type;
-    return launch_overlapped(add_sums<C>, grid, stream, p, static_cast<const C*>(partial), parts,
-                             columns);
-  };
-  return p.dtype == Dtype::float64 ? launch(TypeTag<double>{}) : launch(TypeTag<float>{});
+  const int64_t terms = parts * (columns / p.layout.channels);
+  return with_threads_of_total(p.layout.channels, terms, [&](auto threads, const Grid& grid) {
+    const auto launch = [&](auto tag) {
+      using C = typename decltype(tag)::type;
+      return launch_overlapped(add_sums<C, decltype(threads)::value>, grid, stream, p,
+                               static_cast<const C*>(partial), parts, columns);
+    };
+    return p.dtype == Dtype::float64 ? launch(TypeTag<double>{}) : launch(TypeTag<float>{});
+  });
 }
 
 Status batch_norm_backward_sums(const BatchNormBackward& p, Allocate allocate,

@@ -20,22 +20,21 @@
 namespace torchkiln::cuda {
 namespace {
 
-/// Each block merges the parts of kChannelsOfTotal channels. It sums the distances of the parts'
-/// means from the first mean.
-template <class C>
+/// Merges the parts of each channel: sums the distances of the parts' means from the first mean.
+template <class C, int kThreads>
 __global__ void __launch_bounds__(kTotalThreads)
     merge_parts(BatchNorm p, const Moments* partial, int64_t parts, int64_t columns) {
   wait_for_previous_kernel();
   const int64_t channels = p.layout.channels;
-  const ChannelParts own(parts, columns, columns, channels);
+  const ChannelParts<kThreads> own(parts, columns, columns, channels);
   const int64_t channel = own.channel();
   const bool inside = channel < channels;
   const RunningValues before(p, inside ? channel : 0);
   double origin = 0, sums[3] = {};
   if (inside) {
     origin = partial[own.at(0)].mean;
-    own.each<Moments>([&](int64_t at) { return partial[at]; },
-                      [&](const Moments& each) { add_distances(each, origin, sums); });
+    own.template each<Moments>([&](int64_t at) { return partial[at]; },
+                               [&](const Moments& each) { add_distances(each, origin, sums); });
   }
   if (!add_total(own, sums) || !inside) return;
   const Moments merged = Moments::from_sums(sums[0], origin, sums[1], sums[2]);
@@ -92,12 +91,13 @@ Status outputs_of(const BatchNorm& p, const ChannelPass& pass, CUstream_st* stre
 
 Status merge_moments(const BatchNorm& p, const Moments* partial, int64_t parts, int64_t columns,
                      CUstream_st* stream) {
-  Grid grid;
-  grid.blocks = dim3(static_cast<unsigned>(ceil_div(p.layout.channels, kChannelsOfTotal)));
-  grid.threads = kTotalThreads;
-  return p.dtype == Dtype::float64
-             ? launch_overlapped(merge_parts<double>, grid, stream, p, partial, parts, columns)
-             : launch_overlapped(merge_parts<float>, grid, stream, p, partial, parts, columns);
+  const int64_t terms = parts * (columns / p.layout.channels);
+  return with_threads_of_total(p.layout.channels, terms, [&](auto threads, const Grid& grid) {
+    constexpr int kThreads = decltype(threads)::value;
+    const auto kernel =
+        p.dtype == Dtype::float64 ? merge_parts<double, kThreads> : merge_parts<float, kThreads>;
+    return launch_overlapped(kernel, grid, stream, p, partial, parts, columns);
+  });
 }
 
 Status pack_signs(const BatchNorm& p, CUstream_st* stream) {

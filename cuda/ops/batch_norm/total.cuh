@@ -1,7 +1,7 @@
 #pragma once
 
 // Totals of the parts of each channel. A block adds up kChannelsOfTotal channels with
-// kThreadsOfTotal threads each.
+// kThreadsOfTotal threads each, or with one thread each where many channels have few parts.
 
 #include "torchkiln/device/warp.cuh"
 
@@ -11,9 +11,13 @@ namespace {
 constexpr int kTotalThreads = 512;
 constexpr int kChannelsOfTotal = 8;  // 32 bytes of float32, a sector
 constexpr int kThreadsOfTotal = kTotalThreads / kChannelsOfTotal;
+constexpr int kTotalLoads = 6;  // of a thread at a time
+/// Fewest channels of one thread each: about as many as resident blocks of kChannelsOfTotal have.
+constexpr int64_t kManyTotals = 4096;
 
 /// The partial sums of a channel that a thread adds. Threads with adjacent indices have adjacent
-/// channels, or adjacent columns of one channel.
+/// channels, or adjacent columns of one channel. kThreads: threads of a channel.
+template <int kThreads>
 class ChannelParts {
  public:
   /// `stride`: from one part to the next.
@@ -22,12 +26,12 @@ class ChannelParts {
       : stride_(stride), period_(static_cast<uint32_t>(columns / channels)) {
     const int thread = static_cast<int>(threadIdx.x);
     count_ = static_cast<uint32_t>(parts) * period_;
-    within_block_ = period_ > 1 ? thread / kThreadsOfTotal : thread % kChannelsOfTotal;
-    first_ = period_ > 1 ? thread % kThreadsOfTotal : thread / kChannelsOfTotal;
+    within_block_ = period_ > 1 ? thread / kThreads : thread % kChannels;
+    first_ = period_ > 1 ? thread % kThreads : thread / kChannels;
   }
 
   __device__ __forceinline__ int64_t channel() const {
-    return int64_t{blockIdx.x} * kChannelsOfTotal + within_block_;
+    return int64_t{blockIdx.x} * kChannels + within_block_;
   }
   /// The channel's number in the block.
   __device__ __forceinline__ int within_block() const { return within_block_; }
@@ -44,18 +48,18 @@ class ChannelParts {
   /// Calls use(load(index)) for each partial sum of the thread; loads are issued in groups.
   template <class Part, class Load, class Use>
   __device__ __forceinline__ void each(const Load& load, const Use& use) const {
-    constexpr int kLoads = 6;
-    for (uint32_t first = first_; first < count_; first += kLoads * kThreadsOfTotal) {
-      Part items[kLoads] = {};
+    for (uint32_t first = first_; first < count_; first += kTotalLoads * kThreads) {
+      Part items[kTotalLoads] = {};
 #pragma unroll
-      for (int k = 0; k < kLoads; ++k)
-        if (first + k * kThreadsOfTotal < count_) items[k] = load(at(first + k * kThreadsOfTotal));
+      for (int k = 0; k < kTotalLoads; ++k)
+        if (first + k * kThreads < count_) items[k] = load(at(first + k * kThreads));
 #pragma unroll
-      for (int k = 0; k < kLoads; ++k) use(items[k]);
+      for (int k = 0; k < kTotalLoads; ++k) use(items[k]);
     }
   }
 
  private:
+  static constexpr int kChannels = kTotalThreads / kThreads;  // of a block
   int64_t stride_;
   uint32_t period_;
   uint32_t count_;
@@ -66,7 +70,12 @@ class ChannelParts {
 /// Adds the sums of the threads that have the same channel; returns true in the thread that has the
 /// totals.
 template <int kValues>
-__device__ __forceinline__ bool add_total(const ChannelParts& own, double (&sums)[kValues]) {
+__device__ __forceinline__ bool add_total(const ChannelParts<1>&, double (&)[kValues]) {
+  return true;
+}
+template <int kValues>
+__device__ __forceinline__ bool add_total(const ChannelParts<kThreadsOfTotal>& own,
+                                          double (&sums)[kValues]) {
   using device::kWarpLanes;
   static_assert(kThreadsOfTotal == 2 * kWarpLanes);
   __shared__ double shared[kValues][kChannelsOfTotal][kThreadsOfTotal + 1];  // no bank conflicts
@@ -84,6 +93,16 @@ __device__ __forceinline__ bool add_total(const ChannelParts& own, double (&sums
 #pragma unroll
   for (int v = 0; v < kValues; ++v) sums[v] = shared[v][own.within_block()][0];
   return own.thread() == 0;
+}
+
+/// Calls body(threads of a channel as a type, grid). `terms`: partial sums of each channel.
+template <class Body>
+Status with_threads_of_total(int64_t channels, int64_t terms, const Body& body) {
+  const bool has_one = terms <= kTotalLoads && channels >= kManyTotals;
+  const int64_t blocks = ceil_div(channels, has_one ? kTotalThreads : kChannelsOfTotal);
+  const Grid grid{dim3(static_cast<unsigned>(blocks)), kTotalThreads};
+  return has_one ? body(std::integral_constant<int, 1>{}, grid)
+                 : body(std::integral_constant<int, kThreadsOfTotal>{}, grid);
 }
 
 }  // namespace
