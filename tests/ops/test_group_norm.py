@@ -44,21 +44,30 @@ def test_the_layout_is_that_of_x(device: str, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("shape", "groups"),
+    ("shape", "groups", "last"),
     [
-        ((2, 2 * 40960), 2),  # 16-byte vectors, few samples
-        ((70, 40964), 1),  # in float16, vectors of 8 bytes; samples in several parts
-        ((3, 40001), 1),  # single elements
-        ((9, 700, 7, 7), 1),  # pixels
-        ((17, 6, 5462), 1),  # many pixels that are not whole vectors
+        ((2, 2 * 40960), 2, False),  # 16-byte vectors, few samples
+        ((70, 40964), 1, False),  # in float16, vectors of 8 bytes; samples in several parts
+        ((3, 40001), 1, False),  # single elements
+        ((9, 700, 7, 7), 1, False),  # pixels
+        ((17, 6, 5462), 1, False),  # many pixels that are not whole vectors
+        ((1, 5003, 3, 3), 1, True),  # blocks share the channels of a group
+        ((2, 4099, 5), 4099, True),  # a thread adds the channels of a group
+        ((5, 2000, 11), 1000, True),
     ],
 )
 @pytest.mark.parametrize(
     ("dtype", "act", "most"),
     [("float32", "none", 2e-5), ("float16", "silu", 2e-3), ("bfloat16", "gelu", 1e-2)],
 )
-def test_groups_that_several_blocks_share(
-    device: str, shape: tuple[int, ...], groups: int, dtype: str, act: Activation, most: float
+def test_groups_of_many_elements_and_many_groups(
+    device: str,
+    shape: tuple[int, ...],
+    groups: int,
+    last: bool,
+    dtype: str,
+    act: Activation,
+    most: float,
 ) -> None:
     if device == "cpu" and act != "none":
         pytest.skip("the kernels of the CPU do not depend on the length of a group")
@@ -67,6 +76,8 @@ def test_groups_that_several_blocks_share(
         torch.randn(shape, generator=generator, device=device, dtype=torch.float64) + 1
         for _ in range(2)
     )
+    if last:
+        x, grad = (t.movedim(1, -1).contiguous().movedim(-1, 1) for t in (x, grad))
     grad /= 4  # float16 holds the sums
     weight, bias = torch.randn(2, shape[1], generator=generator, device=device, dtype=torch.float64)
     given = [t.to(getattr(torch, dtype)).requires_grad_() for t in (x, weight, bias)]

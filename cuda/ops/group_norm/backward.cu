@@ -21,38 +21,60 @@
 namespace torchkiln::cuda {
 namespace {
 
-/// Each block computes the totals of a group of a sample: for each channel the sums of g and of g *
-/// n, in `totals` [2, batch * channels], and the coefficients of grad_x.
+/// Stores the coefficients of grad_x of a group, from its sums of weight * g and weight * g * n.
 template <class C>
+__device__ __forceinline__ void store_coefficients(const GroupNormBackward& p, int64_t group,
+                                                   const double (&sums)[2], C* coefficients) {
+  const int64_t all = p.layout.all_groups();
+  const C* const statistics = static_cast<const C*>(p.statistics) + group;
+  const auto low = static_cast<double>(statistics[all]);
+  const auto rstd = static_cast<double>(statistics[2 * all]);
+  const auto count = static_cast<double>(p.layout.count());
+  const double slope = sums[1] * rstd * rstd / count;
+  coefficients[group] = static_cast<C>(slope);
+  coefficients[all + group] = static_cast<C>(sums[0] * rstd / count - slope * low);
+}
+
+/// Each block (x, y) computes the totals of part y of the channels of a group of a sample, or each
+/// thread those of a group (kAlone): for each channel the sums of g and of g * n, in `totals`
+/// [2, batch * channels]; and the coefficients of grad_x, or with several blocks of a group its
+/// sums over the channels of the block, in `of_chunks` [groups, gridDim.y, 2].
+template <class C, bool kAlone>
 __global__ void __launch_bounds__(kTotalThreads)
-    add_group(GroupNormBackward p, GroupParts parts, double* totals, C* coefficients) {
+    add_group(GroupNormBackward p, GroupParts parts, double* totals, C* coefficients,
+              double* of_chunks) {
   wait_for_previous_kernel();
   const GroupLayout& layout = p.layout;
-  const int64_t group = blockIdx.x, all = layout.all_groups();
+  const int64_t group = kAlone ? group_of_thread() : blockIdx.x, all = layout.all_groups();
+  if (kAlone && group >= all) return;
   const int64_t sample = group / layout.groups, channels = layout.channels_per_group();
   const int64_t first = (group - sample * layout.groups) * channels;
   const C* const statistics = static_cast<const C*>(p.statistics) + group;
   const auto low = static_cast<double>(statistics[all]);
   const auto rstd = static_cast<double>(statistics[2 * all]);
-  int width = 1;
-  while (width < 32 && width < channels) width *= 2;
-  const int slices = kTotalThreads / width;
-  const int slice = static_cast<int>(threadIdx.x) / width;
+  int width = 1;  // wider rows where there are fewer parts than slices
+  while (!kAlone && width < channels && width < kTotalThreads &&
+         (width < kWarpLanes || kTotalThreads / width > parts.count))
+    width *= 2;
+  const int slices = kAlone ? 1 : kTotalThreads / width;
+  const int slice = kAlone ? 0 : static_cast<int>(threadIdx.x) / width;
+  const int64_t chunk = (channels + gridDim.y - 1) / gridDim.y, from_channel = blockIdx.y * chunk;
+  const int64_t end = min(from_channel + chunk, channels);
   const C* const sums = static_cast<const C*>(parts.sums) + sample * parts.samples;
   double of_group[2] = {};
-  for (int64_t begin = 0; begin < channels; begin += width) {
-    const int64_t within = begin + static_cast<int>(threadIdx.x) % width;
+  for (int64_t begin = from_channel; begin < end; begin += width) {
+    const int64_t within = kAlone ? begin : begin + static_cast<int>(threadIdx.x) % width;
     const int64_t channel = first + within;
     double total[2] = {};
-    if (within < channels) {
+    if (within < end) {
 #pragma unroll 4
-      for (int64_t part = slice; part < parts.count; part += slices) {
+      for (int part = slice; part < static_cast<int>(parts.count); part += slices) {
         const C* const from = sums + channel * parts.channels + part * parts.parts;
         total[0] += static_cast<double>(from[0]);
         total[1] += static_cast<double>(from[parts.second]);
       }
     }
-    if (!add_slices(total, width) || within >= channels) continue;
+    if ((!kAlone && !add_slices(total, width)) || within >= end) continue;
     total[1] = (total[1] - low * total[0]) * rstd;
     const int64_t at = sample * layout.channels + channel;
     totals[at] = total[0];
@@ -62,11 +84,49 @@ __global__ void __launch_bounds__(kTotalThreads)
     of_group[0] += weight * total[0];
     of_group[1] += weight * total[1];
   }
-  if (!add_slices(of_group, 1)) return;
-  const auto count = static_cast<double>(layout.count());
-  const double slope = of_group[1] * rstd * rstd / count;
-  coefficients[group] = static_cast<C>(slope);
-  coefficients[all + group] = static_cast<C>(of_group[0] * rstd / count - slope * low);
+  if (!kAlone && !add_slices(of_group, 1)) return;
+  if (of_chunks == nullptr) return store_coefficients(p, group, of_group, coefficients);
+  double* const to = of_chunks + 2 * (group * gridDim.y + blockIdx.y);
+  to[0] = of_group[0];
+  to[1] = of_group[1];
+}
+
+/// The coefficients of grad_x from the sums of the chunks of each group, which has a block.
+template <class C>
+__global__ void __launch_bounds__(kTotalThreads)
+    add_chunks(GroupNormBackward p, const double* of_chunks, int64_t chunks, C* coefficients) {
+  wait_for_previous_kernel();
+  const int64_t group = blockIdx.x;
+  double sums[2] = {};
+  for (int64_t i = threadIdx.x; i < chunks; i += kTotalThreads) {
+    sums[0] += of_chunks[2 * (group * chunks + i)];
+    sums[1] += of_chunks[2 * (group * chunks + i) + 1];
+  }
+  if (add_slices(sums, 1)) store_coefficients(p, group, sums, coefficients);
+}
+
+template <class C>
+Status add_groups(const GroupNormBackward& p, const GroupParts& parts, double* totals,
+                  C* coefficients, Allocate allocate, CUstream_st* stream) {
+  const int64_t groups = p.layout.all_groups();
+  double* none = nullptr;
+  if (threads_have_groups(p.layout, parts.count)) {
+    const Grid grid{dim3(static_cast<unsigned>(ceil_div(groups, kTotalThreads))), kTotalThreads};
+    return launch_overlapped(add_group<C, true>, grid, stream, p, parts, totals, coefficients,
+                             none);
+  }
+  const int64_t chunks = group_chunks(p.layout, current_device());
+  double* of_chunks = none;
+  if (chunks > 1)
+    of_chunks =
+        static_cast<double*>(allocate(2 * static_cast<size_t>(groups * chunks) * sizeof(double)));
+  Grid grid{dim3(static_cast<unsigned>(groups), static_cast<unsigned>(chunks)), kTotalThreads};
+  const Status status = launch_overlapped(add_group<C, false>, grid, stream, p, parts, totals,
+                                          coefficients, of_chunks);
+  if (!status.ok() || chunks == 1) return status;
+  grid.blocks.y = 1;
+  return launch_overlapped(add_chunks<C>, grid, stream, p, static_cast<const double*>(of_chunks),
+                           chunks, coefficients);
 }
 
 /// The gradients of weight and bias: sums over the samples, a warp's width of channels per block.
@@ -105,12 +165,9 @@ Status group_norm_backward(const GroupNormBackward& p, Allocate allocate, CUstre
   const auto channels = static_cast<size_t>(layout.batch * layout.channels);
   auto* const totals = static_cast<double*>(allocate(2 * channels * sizeof(double)));
   void* const coefficients = allocate(2 * static_cast<size_t>(groups) * sizeof(double));
-  const Grid of_groups{dim3(static_cast<unsigned>(groups)), kTotalThreads};
   status = p.dtype == Dtype::float64
-               ? launch_overlapped(add_group<double>, of_groups, stream, p, parts, totals,
-                                   static_cast<double*>(coefficients))
-               : launch_overlapped(add_group<float>, of_groups, stream, p, parts, totals,
-                                   static_cast<float*>(coefficients));
+               ? add_groups(p, parts, totals, static_cast<double*>(coefficients), allocate, stream)
+               : add_groups(p, parts, totals, static_cast<float*>(coefficients), allocate, stream);
   if (!status.ok()) return status;
   if (p.grad_weight != nullptr || p.grad_bias != nullptr) {
     const int64_t blocks = ceil_div(layout.channels, kWarpLanes);

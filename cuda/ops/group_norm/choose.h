@@ -80,6 +80,20 @@ inline ChannelPass make_sample_pass(Dtype dtype, const GroupLayout& layout,
   return {/*in_rows=*/true, lanes, plan};
 }
 
+/// Most partial sums of a group, and fewest groups, whose sums one thread adds, not a block.
+inline constexpr int64_t kFewGroupSums = 8;
+inline constexpr int64_t kManyGroups = 4096;
+inline bool threads_have_groups(const GroupLayout& layout, int64_t parts) {
+  return layout.channels_per_group() * parts <= kFewGroupSums && layout.all_groups() >= kManyGroups;
+}
+
+/// Blocks that share the channels of a group where they add up partial sums.
+inline int64_t group_chunks(const GroupLayout& layout, const Device& device) {
+  constexpr int64_t kFewestChannels = 1024;  // of a block
+  const int64_t fills = ceil_div(int64_t{device.multiprocessors} * 2, layout.all_groups());
+  return std::min(fills, ceil_div(layout.channels_per_group(), kFewestChannels));
+}
+
 /// Threads of a block that merges this many moments.
 inline int merge_threads(int64_t moments) {
   int threads = kWarpLanes;

@@ -8,6 +8,11 @@
 namespace torchkiln::cuda {
 namespace {
 
+/// The group of a thread where each thread has a group.
+__device__ __forceinline__ int64_t group_of_thread() {
+  return int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+}
+
 /// For each channel of a sample, the index of its group among the groups of all samples.
 template <int N>
 __device__ __forceinline__ void groups_of(const GroupLayout& layout, int64_t sample,

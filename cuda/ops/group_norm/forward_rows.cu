@@ -20,19 +20,23 @@ __global__ void __launch_bounds__(kChannelThreads, kMomentBlocks)
   });
 }
 
-/// Merges the partial moments of a group. A block has one group of one sample.
-template <class C>
+/// Merges the partial moments of each group. A block has one group of one sample, or a thread has
+/// one (kAlone).
+template <class C, bool kAlone>
 __global__ void __launch_bounds__(kMergeThreads)
     merge_group(GroupNorm p, const Moments* partial, int parts) {
   wait_for_previous_kernel();
-  const int64_t group = blockIdx.x;
+  const int64_t group = kAlone ? group_of_thread() : blockIdx.x;
+  if (kAlone && group >= p.layout.all_groups()) return;
   const int64_t sample = group / p.layout.groups;
   const int64_t channels = p.layout.channels_per_group();
   const Moments* const from =
       partial + sample * parts * p.layout.channels + (group - sample * p.layout.groups) * channels;
   const double origin = from[0].mean;
   double sums[3] = {};
-  for (int64_t i = threadIdx.x; i < channels * parts; i += blockDim.x) {
+  const unsigned first = kAlone ? 0 : threadIdx.x, step = kAlone ? 1 : blockDim.x;
+#pragma unroll 4
+  for (int64_t i = first; i < channels * parts; i += step) {
     const int64_t part = i / channels;
     const Moments each = from[part * p.layout.channels + (i - part * channels)];
     const double distance = each.count == 0 ? 0 : each.mean - origin;
@@ -40,8 +44,10 @@ __global__ void __launch_bounds__(kMergeThreads)
     sums[1] += each.count * distance;
     sums[2] += each.squares + each.count * distance * distance;
   }
-  reduce_block(sums);
-  if (threadIdx.x > 0) return;
+  if constexpr (!kAlone) {
+    reduce_block(sums);
+    if (threadIdx.x > 0) return;
+  }
   const Moments merged = Moments::from_sums(sums[0], origin, sums[1], sums[2]);
   const int64_t all = p.layout.all_groups();
   C* const to = static_cast<C*>(p.statistics) + group;
@@ -82,10 +88,17 @@ Status group_statistics_of_rows(const GroupNorm& p, const ChannelPass& pass, All
     const Status status = launch_overlapped(row_moments<Access>, grid, stream, p, plan, partial);
     if (!status.ok()) return status;
     if (p.layout.all_groups() > kMaxGridX) return {"too many groups for one launch"};
-    const int threads = merge_threads(p.layout.channels_per_group() * plan.parts);
-    const Grid merge{dim3(static_cast<unsigned>(p.layout.all_groups())), dim3(threads)};
-    return launch_overlapped(merge_group<typename Access::C>, merge, stream, p,
-                             static_cast<const Moments*>(partial), static_cast<int>(plan.parts));
+    const auto merge = [&](auto kernel, int64_t blocks, int threads) {
+      const Grid of_groups{dim3(static_cast<unsigned>(blocks)), dim3(threads)};
+      return launch_overlapped(kernel, of_groups, stream, p, static_cast<const Moments*>(partial),
+                               static_cast<int>(plan.parts));
+    };
+    const int64_t groups = p.layout.all_groups();
+    if (threads_have_groups(p.layout, plan.parts))
+      return merge(merge_group<typename Access::C, true>, ceil_div(groups, kMergeThreads),
+                   kMergeThreads);
+    return merge(merge_group<typename Access::C, false>, groups,
+                 merge_threads(p.layout.channels_per_group() * plan.parts));
   });
 }
 
