@@ -42,8 +42,9 @@ inline constexpr int64_t kLargePlane = 256;
 inline constexpr int64_t kFewestFolded = 32;
 inline constexpr int64_t kFewestLargeFolded = 128;
 /// Planes are also folded where many channels have so few elements that a block for each would have
-/// at most one per thread.
+/// at most one per thread, or two if the planes are short: each column has partial sums.
 inline constexpr int64_t kShortChannel = kChannelThreads;
+inline constexpr int64_t kShortPlane = kShortChannel / 2;
 inline constexpr int64_t kManyChannels = 1024;
 
 /// Shared memory of a block with both passes: an SM of 9.0 has room for two blocks of 113 KiB, and
@@ -85,7 +86,8 @@ struct ChannelPass {
 inline bool folds_planes(const ChannelLayout& layout) {
   const int64_t columns = layout.channels * layout.inner;
   if (layout.inner == 1 || columns > INT32_MAX) return false;
-  if (layout.outer * layout.inner <= kShortChannel && layout.channels >= kManyChannels) return true;
+  const int64_t most = layout.inner <= kShortPlane ? 2 * kShortChannel : kShortChannel;
+  if (layout.outer * layout.inner <= most && layout.channels >= kManyChannels) return true;
   const bool is_large = layout.inner % kChannelLanes == 0 && layout.inner >= kLargePlane;
   return layout.outer >= (is_large ? kFewestLargeFolded : kFewestFolded) &&
          columns % kChannelLanes == 0;
