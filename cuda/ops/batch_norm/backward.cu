@@ -10,7 +10,8 @@
 //   whole      one kernel for both passes: the files of    training, channels that one block reads
 //              rows and planes                             alone, few elements each in rows
 //
-// backward.cuh has the kernels of rows and planes, total.cuh and sums.cuh the total.
+// In eval mode the kernel of the sums writes grad_x. backward.cuh has the kernels of rows and
+// planes, total.cuh and sums.cuh the total.
 
 #include "backward.cuh"
 #include "sums.cuh"
@@ -89,7 +90,8 @@ Status batch_norm_backward(const BatchNormBackward& arguments, Allocate allocate
   if (plan.resident) return launch_resident(p, *plan.resident, allocate, stream);
   if (plan.passes.whole) return input_gradients_of(p, plan.passes, stream);
   const Status status = sums_of(p, plan.passes, allocate, stream);
-  return status.ok() && p.grad_x != nullptr ? input_gradients_of(p, plan.passes, stream) : status;
+  if (!status.ok() || p.grad_x == nullptr || sums_write_input_gradients(p)) return status;
+  return input_gradients_of(p, plan.passes, stream);
 }
 
 }  // namespace torchkiln::cuda

@@ -95,15 +95,16 @@ __device__ __forceinline__ void gradient_of(const BatchNormBackward& p,
   for (int i = 0; i < kLanes; ++i) from_mean[i] -= factors.mean[factors.of(i)];
 }
 
-/// Writes g of an item, if it is wanted, and adds g and g * (x - mean) to sums.
+/// Computes g of an item, writes it if it is wanted, and adds g and g * (x - mean) to sums.
 template <class Access, class Act, class Item>
 __device__ __forceinline__ void add_gradients(const BatchNormBackward& p,
                                               const ChannelFactors<Access>& factors, const Act& act,
                                               const Item& item, int64_t at,
+                                              typename Access::C (&g)[Access::kLanes],
                                               typename Access::C (&sums)[2][Access::kLanes]) {
   using T = typename Access::T;
   constexpr int kLanes = Access::kLanes;
-  typename Access::C g[kLanes], from_mean[kLanes];
+  typename Access::C from_mean[kLanes];
   gradient_of(p, factors, act, item, false, g, from_mean);
   if (p.grad_residual != nullptr) store(static_cast<T*>(p.grad_residual) + at, g);
 #pragma unroll
@@ -111,6 +112,11 @@ __device__ __forceinline__ void add_gradients(const BatchNormBackward& p,
     sums[0][i] += g[i];
     sums[1][i] = fma(g[i], from_mean[i], sums[1][i]);
   }
+}
+
+/// Whether part_sums() writes grad_x, too: in eval mode it does not depend on the sums.
+inline bool sums_write_input_gradients(const BatchNormBackward& p) {
+  return !p.training && (p.needs_sums() || p.grad_residual != nullptr);
 }
 
 /// Calls use(column or channel, sums) once for each column or channel of the block.
@@ -129,8 +135,14 @@ __device__ __forceinline__ void add_sums_of_block(const BatchNormBackward& p,
   cursor.channels(channels);
   if (cursor.is_inside()) factors.load(p, channels);
   C sums[2][kLanes] = {};
-  reader.each(
-      [&](const auto& item, int64_t at) { add_gradients(p, factors, act, item, at, sums); });
+  reader.each([&](const auto& item, int64_t at) {
+    C g[kLanes];
+    add_gradients(p, factors, act, item, at, g, sums);
+    if (p.training || p.grad_x == nullptr) return;
+#pragma unroll
+    for (int i = 0; i < kLanes; ++i) g[i] *= factors.scale[factors.of(i)];
+    store(static_cast<T*>(p.grad_x) + at, g);
+  });
   if (p.needs_sums()) add_threads<Access>(plan, sums, use);
 }
 

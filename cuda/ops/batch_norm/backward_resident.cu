@@ -24,8 +24,10 @@ __global__ void __launch_bounds__(kChannelThreads, kResidentBlocks)
   cursor.channels(channels);
   if (cursor.is_inside()) factors.load(p, channels);
   C sums[2][kLanes] = {};
-  reader.forwards(
-      [&](const auto& item, int64_t at) { add_gradients(p, factors, act, item, at, sums); });
+  reader.forwards([&](const auto& item, int64_t at) {
+    C g[kLanes];
+    add_gradients(p, factors, act, item, at, g, sums);
+  });
   C* const to = partial + int64_t{blockIdx.y} * 2 * plan.columns;
   add_resident<Streams>(plan, sums, [&](int, int64_t column, const double (&total)[2]) {
     to[column] = static_cast<C>(total[0]);
