@@ -73,9 +73,11 @@ void write_norm(const Gpu& gpu, const Call& call, const char* operands, const Ch
   q.layout = layout;
   if (adds) q.grad_residual = address();
   const BatchNormBackwardPlan gradients = cuda::choose(q, gpu.device);
-  write("batch norm backward", gradients.resident
-                                   ? resident(*gradients.resident)
-                                   : launch_of(gpu, gradients.passes, kBackwardBlocks));
+  write("batch norm backward",
+        gradients.resident ? resident(*gradients.resident)
+                           : launch_of(gpu, gradients.passes,
+                                       backward_blocks(static_cast<int64_t>(size_of(call.dtype)),
+                                                       gradients.passes.lanes)));
 }
 
 void write_batch_norm(const Gpu& gpu, int64_t rows, int64_t columns) {

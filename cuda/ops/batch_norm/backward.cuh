@@ -29,6 +29,10 @@ Status add_channel_sums(const BatchNormBackward& p, const void* partial, int64_t
 
 namespace {
 
+template <class Access>
+inline constexpr int kBackwardBlocksOf =
+    backward_blocks(sizeof(typename Access::T), Access::kLanes);
+
 /// relu whose incoming gradient is the sum of two tensors, for calls with signs.
 template <class Math>
 struct ReluOfSum : FixedActivation<Relu, Math> {
@@ -156,7 +160,7 @@ __device__ __forceinline__ void finish_block(const BatchNormBackward& p, int64_t
 
 /// `partial`: [parts, 2, columns]; null if the blocks have whole channels, whose sums they finish.
 template <class Access, class Act>
-__global__ void __launch_bounds__(kChannelThreads, kBackwardBlocks)
+__global__ void __launch_bounds__(kChannelThreads, kBackwardBlocksOf<Access>)
     part_sums(BatchNormBackward p, ChannelPlan plan, Act act, typename Access::C* partial) {
   using C = typename Access::C;
   wait_for_previous_kernel();
@@ -206,7 +210,7 @@ __device__ __forceinline__ void write_input_gradients(const BatchNormBackward& p
 }
 
 template <class Access, class Act>
-__global__ void __launch_bounds__(kChannelThreads, kBackwardBlocks)
+__global__ void __launch_bounds__(kChannelThreads, kBackwardBlocksOf<Access>)
     input_gradients(BatchNormBackward p, ChannelPlan plan, Act act, const typename Access::T* grad,
                     bool is_g, const typename Access::C* coefficients) {
   wait_for_previous_kernel();

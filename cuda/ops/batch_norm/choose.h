@@ -27,6 +27,7 @@ inline constexpr int kChannelItems = 8;
 inline constexpr int kMomentBlocks = 2;
 inline constexpr int kOutputBlocks = 3;
 inline constexpr int kBackwardBlocks = 2;
+inline constexpr int kBackwardElementBlocks = 3;  // backward, single elements of up to 4 bytes
 inline constexpr int kResidentBlocks = 2;
 static_assert(kBackwardBlocks == kResidentBlocks, "choose() makes one plan for both");
 
@@ -209,6 +210,11 @@ inline BatchNormPlan choose(const BatchNorm& p, const Device& device) {
   return plan;
 }
 
+/// Blocks per SM of a backward. Single elements need no shared memory for vectors in flight.
+TORCHKILN_HOST_DEVICE constexpr int backward_blocks(int64_t size_of_element, int lanes) {
+  return lanes == 1 && size_of_element < 8 ? kBackwardElementBlocks : kBackwardBlocks;
+}
+
 inline ChannelPass choose_passes(const BatchNormBackward& p, const Device& device) {
   const auto tensors = {p.grad,
                         p.second,
@@ -217,7 +223,10 @@ inline ChannelPass choose_passes(const BatchNormBackward& p, const Device& devic
                         static_cast<const void*>(p.signs),
                         static_cast<const void*>(p.grad_x),
                         static_cast<const void*>(p.grad_residual)};
-  return make_channel_pass(p.dtype, p.layout, tensors, kBackwardBlocks, device);
+  const ChannelPass pass = make_channel_pass(p.dtype, p.layout, tensors, kBackwardBlocks, device);
+  const int blocks = backward_blocks(static_cast<int64_t>(size_of(p.dtype)), pass.lanes);
+  if (blocks == kBackwardBlocks) return pass;
+  return make_channel_pass(p.dtype, p.layout, tensors, blocks, device);
 }
 
 /// The kernels of a backward: `resident`; or sums, their total and grad_x. Both sums and grad_x use
