@@ -51,6 +51,8 @@ def test_the_layout_is_that_of_x(device: str, shape: tuple[int, ...]) -> None:
         ((3, 40001), 1, False),  # single elements
         ((9, 700, 7, 7), 1, False),  # pixels
         ((17, 6, 5462), 1, False),  # many pixels that are not whole vectors
+        ((20, 6, 8, 6), 2, False),  # teams, with vectors of one channel
+        ((33, 3, 1200), 1, False),
         ((1, 5003, 3, 3), 1, True),  # blocks share the channels of a group
         ((2, 4099, 5), 4099, True),  # a thread adds the channels of a group
         ((5, 2000, 11), 1000, True),

@@ -60,6 +60,13 @@ class GroupParameters {
       }
     } else {
       const int column = tile.has_any(k) ? tile.column(k) : 0;
+      if (inner_.divisor() % kLanes == 0) {  // a vector has one channel
+        const uint32_t channel = inner_.quotient(static_cast<uint32_t>(column));
+        const C value = read_parameter<C>(from, first_ + channel, dtype_);
+#pragma unroll
+        for (int i = 0; i < kLanes; ++i) to[i] = value;
+        return;
+      }
       int64_t channels[kLanes];
 #pragma unroll
       for (int i = 0; i < kLanes; ++i)
