@@ -143,13 +143,25 @@ __global__ void __launch_bounds__(kTotalThreads)
   const int terms = parts * static_cast<int>(inner.divisor());
   double total[2] = {};
   if (channel < channels) {
-#pragma unroll 4
-    for (int i = static_cast<int>(threadIdx.x) / width; i < terms; i += kTotalThreads / width) {
-      const uint32_t part = inner.quotient(static_cast<uint32_t>(i));
-      const C* const from = partial + int64_t{part} * 2 * elements + channel * inner.divisor() +
-                            (static_cast<uint32_t>(i) - part * inner.divisor());
-      total[0] += static_cast<double>(from[0]);
-      total[1] += static_cast<double>(from[elements]);
+    constexpr int kLoads = 8;
+    const int step = kTotalThreads / width;
+    for (int i = static_cast<int>(threadIdx.x) / width; i < terms; i += kLoads * step) {
+      C sums[kLoads][2] = {};
+#pragma unroll
+      for (int k = 0; k < kLoads; ++k) {
+        if (i + k * step >= terms) continue;
+        const auto term = static_cast<uint32_t>(i + k * step);
+        const uint32_t part = inner.quotient(term);
+        const C* const from = partial + int64_t{part} * 2 * elements + channel * inner.divisor() +
+                              (term - part * inner.divisor());
+        sums[k][0] = from[0];
+        sums[k][1] = from[elements];
+      }
+#pragma unroll
+      for (int k = 0; k < kLoads; ++k) {
+        total[0] += static_cast<double>(sums[k][0]);
+        total[1] += static_cast<double>(sums[k][1]);
+      }
     }
   }
   if (!add_slices(total, width) || channel >= channels) return;
