@@ -142,12 +142,12 @@ struct SelectedActivation {
   }
 };
 
-/// Calls body(activation): relu is compiled into kernels with vectors, others are selected at run
-/// time.
+/// Calls body(activation): relu is compiled into kernels but for float64, others are selected at
+/// run time.
 template <class Access, class Body>
 Status with_channel_activation(Activation activation, const Body& body) {
   using Math = MathFor<typename Access::T>;
-  if constexpr (Access::kLanes > 1) {
+  if constexpr (sizeof(typename Access::T) < 8) {
     if (activation == kActivation<Relu>) return body(FixedActivation<Relu, Math>{});
   }
   return body(SelectedActivation<Math>{activation});
