@@ -62,6 +62,7 @@ def test_moves_the_running_statistics_as_torch(
         ((4, 600, 40, 40), torch.bfloat16),  # blocks with large channels alone
         ((2, 16, 128, 128), torch.bfloat16),  # several blocks for each channel
         ((3, 8, 70, 65), torch.float32),
+        ((7, 1100, 24, 2), torch.float32),  # short planes
         ((6, 4099, 1, 1), torch.bfloat16),  # a thread adds the parts of a channel
         ((3, 4099, 2, 1), torch.float32),
     ],
@@ -163,7 +164,8 @@ def test_running_statistics_at_any_strides_and_in_half_precision(device: torch.d
 
 @pytest.mark.parametrize("act", ["relu", "none", "silu"])
 @pytest.mark.parametrize(
-    "shape", [(2, 16, 4, 6), (2, 3, 5, 5), (3, 8, 1, 1), (1, 1, 4, 4), (40, 8, 3, 5)]
+    "shape",
+    [(2, 16, 4, 6), (2, 3, 5, 5), (3, 8, 1, 1), (1, 1, 4, 4), (40, 8, 3, 5), (2, 24, 5, 7)],
 )
 @pytest.mark.parametrize("residual", [False, True])
 def test_layouts_agree(
@@ -187,6 +189,17 @@ def test_layouts_agree(
         found.append([y.detach(), *(g for g in grads if g is not None)])
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_transposed_matrix_is_copied(device: torch.device, dtype: torch.dtype) -> None:
+    x, grad = (drawn(device, 70, 33, dtype=dtype).t().requires_grad_() for _ in range(2))
+    found = []
+    for given in (x, x.detach().contiguous().requires_grad_()):
+        y = bn_act(given, act="silu", training=True)
+        found.append((y, *torch.autograd.grad(y, given, grad)))
+    for ours, expected in zip(*found, strict=True):
+        assert torch.equal(ours, expected)
 
 
 @pytest.mark.parametrize("layout", ["rows", "planes"])
