@@ -36,7 +36,8 @@ Launch launch_of(const ReductionPlan& plan, const Call& call) {
       break;
     case rows::Kind::staged:
       launch.kernel = "staged";
-      launch.why = "Dense short rows: a block copies many to shared memory in whole vectors.";
+      launch.why =
+          "Short rows, close together: a block copies many to shared memory in whole vectors.";
       launch.blocks_x = ceil_div(plan.shape.count(), plan.rows.tile);
       launch.shared_bytes = rows::kTileBytes + kVectorBytes;
       break;

@@ -154,17 +154,22 @@ struct Shape {
                            {length, outer == 1 ? 0 : outer_stride, inner == 1 ? 0 : inner_stride});
   }
 
+  /// Elements from each row to the next one; 0 unless they are evenly spaced.
+  int64_t pitch() const { return outer == 1 ? inner_stride : inner == 1 ? outer_stride : 0; }
+
   /// Whether each row begins where the previous one ends.
-  bool is_dense() const {
-    return stride == 1 &&
-           ((inner == 1 && outer_stride == length) || (outer == 1 && inner_stride == length));
+  bool is_dense() const { return stride == 1 && pitch() == length; }
+
+  /// Whether gaps between the rows take at most a fifth of the memory.
+  bool has_small_gaps() const {
+    return stride == 1 && pitch() > length && pitch() * 4 <= length * 5;
   }
 };
 
 /// Rows of a staged tile: at most kTileBytes, and fewer if the blocks would not fill the GPU. A
 /// multiple of eight rows gives all tiles the same offset from a 16-byte boundary.
 inline int64_t rows_of_tile(const Shape& shape, const Device& device) {
-  const int64_t bytes = shape.length * shape.size_of_element;
+  const int64_t bytes = shape.pitch() * shape.size_of_element;
   const int64_t blocks = int64_t{device.multiprocessors} * kBlocksPerMultiprocessor;
   const int64_t least = std::max(ceil_div(shape.count(), blocks), kFewestTileBytes / bytes);
   return std::min(kTileBytes / bytes / 8, ceil_div(least, 8)) * 8;
@@ -177,7 +182,8 @@ inline Plan make_plan(const Shape& shape, const Device& device) {
   const bool packs = shape.in_vectors() && bytes <= kWarpLanes * kVectorBytes;
   const bool many = shape.count() >= multiprocessors * kPackedRows * 8;
   if (packs && (many || !shape.is_dense())) return {Kind::packed_vectors};
-  if (shape.is_dense() && bytes <= kStagedRowBytes)
+  const bool is_close = shape.is_dense() || (shape.has_small_gaps() && !shape.in_vectors());
+  if (is_close && shape.pitch() * shape.size_of_element <= kStagedRowBytes)
     return {Kind::staged, kThreads, 1, 0, rows_of_tile(shape, device)};
   if (shape.length <= kWarpLanes) return {Kind::packed_elements};
   const bool warps_fill = shape.count() >= multiprocessors * 32;

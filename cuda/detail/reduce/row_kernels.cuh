@@ -48,22 +48,23 @@ __global__ void __launch_bounds__(kThreads) packed(Rows<T> rows, int team, Resul
   }
 }
 
-/// Staged rows: a block copies `tile` consecutive rows, and `team` lanes sum each of them.
+/// Staged rows: a block copies `tile` consecutive rows, which are `pitch` elements apart, with the
+/// gaps between them, and `team` lanes sum each row.
 template <class T, class C>
 __global__ void __launch_bounds__(kThreads)
-    staged(Rows<T> rows, int tile, int team, Result result) {
+    staged(Rows<T> rows, int tile, int pitch, int team, Result result) {
   constexpr int kLanes = kVectorLanes<T>;
   alignas(kVectorBytes) __shared__ unsigned char memory[kTileBytes + kVectorBytes];
   wait_for_previous_kernel();
   const int length = static_cast<int>(rows.length);
   const int64_t first = int64_t{blockIdx.x} * tile;
   const int count = static_cast<int>(min(int64_t{tile}, rows.count - first));
-  const T* from = rows.in + first * length;
+  const T* from = rows.in + first * pitch;
   // The copy has the same offset from a 16-byte boundary as `from`, so that vectors go from
   // boundary to boundary.
   const int past = static_cast<int>(reinterpret_cast<uintptr_t>(from) / sizeof(T) % kLanes);
   T* to = reinterpret_cast<T*>(memory) + past;
-  const int elements = count * length;
+  const int elements = (count - 1) * pitch + length;
   const int head = min(elements, (kLanes - past) % kLanes);
   const int vectors = (elements - head) / kLanes;
   const int tail = head + vectors * kLanes;
@@ -91,7 +92,7 @@ __global__ void __launch_bounds__(kThreads)
     C sum = 0;
     if (row < count) {
 #pragma unroll 4
-      for (int i = rank; i < length; i += team) sum += widened<C>(to[row * length + i]);
+      for (int i = rank; i < length; i += team) sum += widened<C>(to[row * pitch + i]);
     }
     sum = reduce_warp(sum, Sum{}, team);
     if (rank == 0 && row < count) result.store(first + row, sum);

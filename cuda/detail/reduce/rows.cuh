@@ -3,8 +3,8 @@
 // Skeleton of row sums: one result per row. A full sum is the sum of one row.
 //
 //   packed          rows of up to 32 vectors: a row takes as many lanes of a warp as it has vectors
-//   staged          short dense rows that are not whole vectors: a block copies many of them to
-//                   shared memory in vectors, and sums them there
+//   staged          short rows, with small gaps or none, that are not whole vectors: a block copies
+//                   many of them to shared memory in vectors, and sums them there
 //   warp_per_row,   longer rows. If several blocks share a row, each leaves a partial sum for a
 //   block_per_row   second, short kernel
 //
@@ -56,7 +56,7 @@ Status launch(const Shape& shape, const Plan& plan, Allocate allocate, const Res
       const int64_t threads_per_row = kThreads / plan.tile;
       const int team = threads_per_row < 2 ? 1 : power_of_two_from(threads_per_row / 2 + 1);
       return queue(staged<T, C>, ceil_div(count, plan.tile), plan.threads, stream, rows,
-                   static_cast<int>(plan.tile), team, result);
+                   static_cast<int>(plan.tile), static_cast<int>(shape.pitch()), team, result);
     }
     case Kind::warp_per_row: {
       const int64_t grid = ceil_div(count, kThreads / kWarpLanes);

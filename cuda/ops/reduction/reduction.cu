@@ -3,8 +3,8 @@
 //
 //   plan            kernel                           when
 //   rows: packed    a few lanes for each row         rows of up to 32 vectors, if many
-//   rows: staged    a block copies rows to shared    dense rows of up to 1 KiB that are not whole
-//                   memory                           vectors, or few of them
+//   rows: staged    a block copies rows to shared    rows of up to 1 KiB, with small gaps or none,
+//                   memory                           that are not whole vectors, or few of them
 //   rows: warp      a warp for each row              up to 2 KiB; 4 KiB if they fill the GPU
 //   rows: block     a block for each row             up to 64 KiB; longer if they fill the GPU
 //   rows: parts     a block for each part, and a     longer rows
