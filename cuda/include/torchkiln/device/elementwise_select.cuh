@@ -141,6 +141,7 @@ struct Accessors {
     for (int d = 0; d < 2; ++d) {
       access.size[d] = static_cast<uint32_t>(layout.size[d]);
       access.log_side[d] = log_side(layout, d);
+      access.log_row_step[d] = access.kLogThreads - access.log_side[d];
     }
     access.across = Divisor(static_cast<uint32_t>(tiles_along(layout, 0)));
     access.down = Divisor(static_cast<uint32_t>(tiles_along(layout, 1)));

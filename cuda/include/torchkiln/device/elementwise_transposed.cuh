@@ -24,7 +24,8 @@ struct TransposedAccess {
   static constexpr int kRank = 3;
   static constexpr int kLanes = 1;
   static constexpr int kUnroll = 4;
-  static constexpr int kThreads = 256;
+  static constexpr int kLogThreads = 8;
+  static constexpr int kThreads = 1 << kLogThreads;
   static constexpr int kLogSide = 5;
   static constexpr int64_t kBlockElements = int64_t{kThreads} * kUnroll;
   static constexpr bool kHasFullBlocks = false;
@@ -44,6 +45,7 @@ struct TransposedAccess {
   int64_t out_stride[Outputs][kRank];
   uint32_t size[2];
   int log_side[2];       // of a tile
+  int log_row_step[2];   // kLogThreads less log_side
   Divisor across, down;  // tiles along dimensions 0 and 1
   int64_t count;         // tiles in all
 
@@ -51,12 +53,16 @@ struct TransposedAccess {
 
   // Reading along dimension d, a thread owns the elements at lane(d) of this dimension, and at
   // row(d) + u * row_step(d) of the other one.
-  __device__ __forceinline__ int row_step(int d) const { return kThreads >> log_side[d]; }
+  __device__ __forceinline__ int row_step(int d) const { return 1 << log_row_step[d]; }
   __device__ __forceinline__ int row(int d) const {
     return static_cast<int>(threadIdx.x) >> log_side[d];
   }
   __device__ __forceinline__ int lane(int d) const {
     return static_cast<int>(threadIdx.x) & ((1 << log_side[d]) - 1);
+  }
+  /// How many of a thread's rows are among the next `left` ones.
+  __device__ __forceinline__ int rows_within(int left, int d) const {
+    return ((left - 1) >> log_row_step[d]) + 1;
   }
   /// Elements from a row of a tile to the next one, in shared memory.
   __device__ __forceinline__ int pitch() const {
@@ -69,19 +75,16 @@ struct TransposedAccess {
     const Stage* staged;
     ::cuda::std::tuple<Vec<In, kUnroll>...> loaded;
     uint32_t at[kRank];   // of the tile's first element
-    int row_step;         // row_step(0)
-    int rows;             // from row(0) on; 0 if lane(0) is outside of the tensor
+    int rows;             // of the thread; none if lane(0) is outside of the tensor
     int64_t index;        // of element (lane(0), row(0)) in the iteration space
     int64_t to[Outputs];  // its offset in the outputs
 
-    __device__ __forceinline__ bool has(int u, int64_t, int64_t) const {
-      return u * row_step < rows;
-    }
+    __device__ __forceinline__ bool has(int u, int64_t, int64_t) const { return u < rows; }
   };
 
   /// The index in the iteration space, or numel if the tile reaches beyond it.
   __device__ __forceinline__ int64_t begin(int u, int64_t numel, const Place& place) const {
-    return place.has(u, 0, numel) ? place.index + int64_t{u * place.row_step} * size[0] : numel;
+    return place.has(u, 0, numel) ? place.index + int64_t{u * row_step(0)} * size[0] : numel;
   }
 
   __device__ __forceinline__ Place stage(Stage& staged, int64_t) const {
@@ -92,9 +95,8 @@ struct TransposedAccess {
     place.at[0] = (blockIdx.x - row_of_tiles * across.divisor()) << log_side[0];
     place.at[1] = (row_of_tiles - plane * down.divisor()) << log_side[1];
     place.at[2] = plane;
-    place.row_step = row_step(0);
     const uint32_t at0 = place.at[0] + lane(0), at1 = place.at[1] + row(0);
-    place.rows = at0 < size[0] ? static_cast<int>(size[1] - at1) : 0;
+    place.rows = at0 < size[0] ? rows_within(static_cast<int>(size[1] - at1), 0) : 0;
     place.index = (int64_t{plane} * size[1] + at1) * size[0] + at0;
 #pragma unroll
     for (int o = 0; o < Outputs; ++o)
@@ -121,10 +123,11 @@ struct TransposedAccess {
     const T* from = static_cast<const T*>(inputs[K]) + at * step +
                     other * (along_0 ? stride[K][1] : stride[K][0]) + place.at[2] * stride[K][2];
     const bool is_inside = other < (along_0 ? size[1] : size[0]);
-    const int left = is_inside ? static_cast<int>((along_0 ? size[0] : size[1]) - at) : 0;
+    const int left =
+        is_inside ? rows_within(static_cast<int>((along_0 ? size[0] : size[1]) - at), fast) : 0;
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u, from += row_step(fast) * step)
-      if (u * row_step(fast) < left) loaded.lane[u] = *from;
+      if (u < left) loaded.lane[u] = *from;
   }
   template <size_t K, class T>
   __device__ __forceinline__ void put(const Vec<T, kUnroll>& loaded, Stage& staged) const {
@@ -143,7 +146,7 @@ struct TransposedAccess {
   template <class C, size_t... K>
   __device__ __forceinline__ void load_each(elementwise::Packet<C, 1, In...>& packet, int u,
                                             const Place& place, std::index_sequence<K...>) const {
-    const int at = (row(0) + u * place.row_step) * pitch() + lane(0);
+    const int at = (row(0) + u * row_step(0)) * pitch() + lane(0);
     ((::cuda::std::get<K>(packet.vectors).lane[0] =
           transposed[K] ? reinterpret_cast<const In*>(place.staged->bytes[K])[at]
                         : ::cuda::std::get<K>(place.loaded).lane[u]),
@@ -157,7 +160,7 @@ struct TransposedAccess {
     if (!place.has(u, at, numel)) return;
 #pragma unroll
     for (int o = 0; o < Outputs; ++o)
-      outputs[o][place.to[o] + u * place.row_step * out_stride[o][1]] = convert<Out>(results[o][0]);
+      outputs[o][place.to[o] + u * row_step(0) * out_stride[o][1]] = convert<Out>(results[o][0]);
   }
 };
 
