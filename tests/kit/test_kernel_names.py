@@ -83,7 +83,7 @@ NORM_SLABS = (
     [
         (LINEAR, "all operands in one order, in vectors", 16, None),
         (IN_ROWS, "operands adjacent in rows, in vectors", 16, None),
-        (TRANSPOSED, "a transposed operand, in tiles through shared memory", 8, None),
+        (TRANSPOSED, "a transposed operand, in squares through shared memory", 8, None),
         (APART, "rows at any alignment, or elements apart, an element at a time", 4, None),
         (ANY, "other strides or dtypes, an element at a time", 2, None),
         (NORM, "rows, in vectors", 16, 4),

@@ -43,7 +43,7 @@ ACCESSES = (
     Access(
         "device::elementwise::TransposedAccess",
         r"(?P<type>\w+)",
-        "a transposed operand, in tiles through shared memory",
+        "a transposed operand, in squares through shared memory",
     ),
     Access(
         "device::elementwise::ElementAccess",

@@ -7,8 +7,8 @@
 //   RowAccess         every operand is contiguous along the innermost dimension, or an input is
 //                     constant along it: one offset per vector (row-strided tensors, a bias along
 //                     the last dimension, a number per row, halves of a packed tensor)
-//   TransposedAccess  an input is transposed relative to the output: tiles of 1,024 elements through
-//                     shared memory
+//   TransposedAccess  an input is transposed relative to the output: 32 x 32 squares through shared
+//                     memory
 //   ElementAccess     two dimensions of any strides and alignments (rows that are not whole
 //                     vectors): one element at a time
 //   AnyAccess         more dimensions, and mixed dtypes: one element at a time

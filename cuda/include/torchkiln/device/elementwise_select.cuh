@@ -109,15 +109,15 @@ struct Accessors {
   }
 
   /// Whether some input is contiguous along dimension 1 while the output is contiguous along
-  /// dimension 0, in planes that fill half of a tile or more. `whole_bytes`: threads share bytes of
-  /// a mask, so eight elements along dimension 0 must be one byte.
+  /// dimension 0, in planes large enough for squares. `whole_bytes`: threads share bytes of a mask,
+  /// so eight elements along dimension 0 must be one byte.
   template <int Outputs>
   static bool is_transposed(const Elementwise<kInputs, Outputs>& arguments, bool whole_bytes) {
     const auto& layout = arguments.layout;
     if (layout.rank < 2 || layout.rank > 3 || layout.numel >= int64_t{1} << 40) return false;
-    if (layout.size[1] < 3 || 2 * layout.size[0] < int64_t{1} << log_side(layout, 0)) return false;
+    if (layout.size[0] < 16 || layout.size[1] < 16) return false;
     if (layout.size[0] >= int64_t{1} << 31 || layout.size[1] >= int64_t{1} << 31) return false;
-    if (tiles(layout) >= int64_t{1} << 31) return false;
+    if (squares(layout) >= int64_t{1} << 31) return false;
     if (whole_bytes && layout.size[0] % 8 != 0) return false;
     bool any = false;
     for (int k = 0; k < kInputs; ++k) any = any || runs_along_1(layout, k);
@@ -138,14 +138,10 @@ struct Accessors {
       access.transposed[k] = runs_along_1(layout, k);
       for (int d = 0; d < layout.rank; ++d) access.stride[k][d] = layout.stride[k][d];
     }
-    for (int d = 0; d < 2; ++d) {
-      access.size[d] = static_cast<uint32_t>(layout.size[d]);
-      access.log_side[d] = log_side(layout, d);
-      access.log_row_step[d] = access.kLogThreads - access.log_side[d];
-    }
-    access.across = Divisor(static_cast<uint32_t>(tiles_along(layout, 0)));
-    access.down = Divisor(static_cast<uint32_t>(tiles_along(layout, 1)));
-    access.count = tiles(layout);
+    for (int d = 0; d < 2; ++d) access.size[d] = static_cast<uint32_t>(layout.size[d]);
+    access.across = Divisor(static_cast<uint32_t>(ceil_div(layout.size[0], access.kSide)));
+    access.down = Divisor(static_cast<uint32_t>(ceil_div(layout.size[1], access.kSide)));
+    access.count = squares(layout);
     return access;
   }
 
@@ -193,23 +189,10 @@ struct Accessors {
   }
 
  private:
-  /// The side of a tile of TransposedAccess along dimension 0 or 1, as a power of two.
   template <class Layout>
-  static int log_side(const Layout& layout, int d) {
-    constexpr int kLogSide = TransposedAccess<Out, 1, In...>::kLogSide;
-    int down = kLogSide;
-    while (down > 2 && layout.size[1] < 16 && 2 * layout.size[1] <= int64_t{1} << down) --down;
-    return d == 0 ? 2 * kLogSide - down : down;
-  }
-
-  template <class Layout>
-  static int64_t tiles_along(const Layout& layout, int d) {
-    return ceil_div(layout.size[d], int64_t{1} << log_side(layout, d));
-  }
-
-  template <class Layout>
-  static int64_t tiles(const Layout& layout) {
-    return tiles_along(layout, 0) * tiles_along(layout, 1) *
+  static int64_t squares(const Layout& layout) {
+    constexpr int kSide = TransposedAccess<Out, 1, In...>::kSide;
+    return ceil_div(layout.size[0], kSide) * ceil_div(layout.size[1], kSide) *
            (layout.rank == 3 ? layout.size[2] : 1);
   }
 
