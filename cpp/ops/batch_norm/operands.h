@@ -3,6 +3,7 @@
 // Tensors as the kernels of batch norm read and write them.
 
 #include "batch_norm/batch_norm.h"
+#include "detail/contiguous_copy.h"
 #include "detail/maybe_copy.h"
 #include "torchkiln/torch/elementwise.h"
 #include "torchkiln/torch/empty.h"
@@ -31,24 +32,6 @@ inline Tensor empty_in_channel_layout(const Tensor& x, bool channels_last) {
   return at::empty_strided_symint(x.sym_sizes(), strides, x.options());
 }
 
-/// Whether a copy to a dense tensor transposes planes that fill squares of our kernels.
-inline bool transposes(const Layout<1>& layout) {
-  constexpr int64_t kSide = 16;  // at least
-  return (layout.rank == 2 || layout.rank == 3) && layout.size[0] >= kSide &&
-         layout.size[1] >= kSide && layout.stride[0][0] > 1 && layout.stride[0][1] == 1;
-}
-
-/// Copies a tensor to a dense one of its shape, both in memory. On a GPU, our elementwise kernels
-/// transpose through squares in shared memory; torch's copy reads single elements far apart.
-inline void copy_elements(const char* name, const Tensor& to, const Tensor& from) {
-  std::array inputs{from};
-  if (from.is_cuda() && transposes(describe(std::array{to}, inputs).layout)) {
-    run_activation(name, kActivation<None>, to, from);
-  } else {
-    to.copy_(from);
-  }
-}
-
 /// For kernels: the tensor itself if its memory has the layout, else a copy.
 inline MaybeCopy in_layout(const char* name, const Tensor& tensor, bool channels_last) {
   const bool fits =
@@ -57,7 +40,7 @@ inline MaybeCopy in_layout(const char* name, const Tensor& tensor, bool channels
   trace::note("copied: ", name, " has strides ", tensor.strides(), ", expected ",
               channels_last ? "adjacent channels, the layout of x" : "a contiguous tensor");
   Tensor copy = empty_in_channel_layout(tensor, channels_last);
-  copy_elements(name, copy, tensor);
+  copy_elements(copy, tensor);
   return MaybeCopy::owned(std::move(copy));
 }
 

@@ -1,25 +1,38 @@
 #pragma once
 
+// Copies that change the order of the elements in memory.
+
 #include <ATen/ATen.h>
 
-#include <algorithm>
-
 #include "detail/composite_activations.h"
+#include "torchkiln/torch/elementwise.h"
 
 namespace torchkiln {
 
-/// A contiguous copy of a floating-point tensor that is not contiguous. If another dimension than
-/// the last one is adjacent in memory, our elementwise kernels transpose the tensor on a GPU,
-/// through tiles in shared memory; torch's copy reads or writes single elements far apart.
+/// Whether a copy to a dense tensor transposes planes that fill squares of our elementwise kernels.
+inline bool transposes(const Layout<1>& layout) {
+  constexpr int64_t kSide = 16;  // at least
+  return (layout.rank == 2 || layout.rank == 3) && layout.size[0] >= kSide &&
+         layout.size[1] >= kSide && layout.stride[0][0] > 1 && layout.stride[0][1] == 1;
+}
+
+/// Copies a tensor to a dense one of its shape and dtype, both in memory. On a GPU, our elementwise
+/// kernels transpose numbers through squares in shared memory; torch's copy reads or writes single
+/// elements far apart.
+inline void copy_elements(const at::Tensor& to, const at::Tensor& from) {
+  std::array inputs{from};
+  if (from.is_cuda() && from.is_floating_point() &&
+      transposes(describe(std::array{to}, inputs).layout)) {
+    run_activation("copy", kActivation<None>, to, from);
+  } else {
+    to.copy_(from);
+  }
+}
+
+/// A contiguous copy of a tensor that is not contiguous.
 inline at::Tensor contiguous_copy(const at::Tensor& tensor) {
-  constexpr int64_t kFewest = 16;  // elements of a row; shorter ones fill no tile
-  const auto strides = tensor.strides();
-  const bool is_transposed = tensor.is_cuda() && tensor.size(-1) >= kFewest &&
-                             strides.back() != 1 &&
-                             std::find(strides.begin(), strides.end(), 1) != strides.end();
-  if (!is_transposed) return tensor.contiguous();
   at::Tensor copy = at::empty(tensor.sizes(), tensor.options());
-  run_activation("contiguous_copy", kActivation<None>, copy, tensor);
+  copy_elements(copy, tensor);
   return copy;
 }
 
