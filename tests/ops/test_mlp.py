@@ -58,6 +58,17 @@ def test_any_subset_of_gradients(device: torch.device, name: str, save: str) -> 
         torch.testing.assert_close(one, truth[i])
 
 
+@each_save
+def test_gradients_of_many_elements(device: torch.device, save: str) -> None:
+    """A GPU computes activation and gradient of large layers in one pass."""
+    x, up, down = (torch.randn(s, device=device).double() for s in ((4100, 24), (80, 24), (6, 80)))
+    grad = torch.randn(4100, 6, device=device).double()
+    leaves = [t.requires_grad_() for t in (x, up, down)]
+    truth = torch.autograd.grad(F.linear(F.gelu(F.linear(x, up)), down), leaves, grad)
+    found = torch.autograd.grad(torchkiln.mlp(*leaves, act="gelu", save=save), leaves, grad)
+    torch.testing.assert_close(found, truth)
+
+
 @both
 def test_what_is_kept(device: torch.device, name: str) -> None:
     """The argument of the activation and no other tensor of the hidden size, or none."""

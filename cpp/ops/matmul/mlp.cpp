@@ -100,7 +100,9 @@ struct Plain {
                          const Wanted& wanted) {
     const Tensor grad = input_gradient(rows, down);
     Passed found;
-    if (wanted.output && wanted.is_plain && !wanted.bias && needs_input(act) && grad.is_cuda()) {
+    constexpr int64_t kMany = 1 << 18;  // elements that take longer to read than a launch
+    if (wanted.output && wanted.is_plain && !wanted.bias && needs_input(act) && grad.is_cuda() &&
+        grad.numel() >= kMany) {
       found.grad = empty_in_layout_of(kept);
       write_gradient_and_output(grad, kept, act, found.grad);
       found.output = grad;
