@@ -196,7 +196,10 @@ POOL = replace(
         "subclasses": "torchkiln.fuse does not call it with subclasses",
         "fork_of_a_cpu_only_parent": "it has no kernel for a CPU",
         **dict.fromkeys(
-            ("meta_and_fake", "export", "compile_aot_eager", "no_recompilation_storm"),
+            (
+                *("meta_and_fake", "export", "compile_aot_eager", "compile_inductor"),
+                "no_recompilation_storm",
+            ),
             "it takes images with adjacent channels, which the check does not keep",
         ),
     },
