@@ -187,6 +187,18 @@ def in_place(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Te
     return as_llama(q, k, cos.neg_().neg_(), sin)
 
 
+def without_dimensions(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return as_llama(q.squeeze(), k, cos, sin)
+
+
+def of_bits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return as_llama(q.view(torch.int64).view(q.dtype), k, cos, sin)
+
+
+def written(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return as_llama(q, k, torch.neg(torch.neg(cos), out=torch.neg(cos)), sin)
+
+
 def of_three(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
     return (*as_llama(q, k, cos, sin), q)
 
@@ -204,6 +216,9 @@ OTHERS = {
     rounded: "it makes a copy in another dtype",
     with_a_global: "it uses a tensor that is no argument",
     in_place: "it calls neg_",
+    without_dimensions: "it calls squeeze",
+    of_bits: "it reads bits in another dtype",
+    written: "it writes to a tensor",
     of_three: "it computes another formula",
 }
 

@@ -41,18 +41,8 @@ from torchkiln.patch.probe import is_close, numbers, relative_error
 
 LAYOUT = frozenset(
     (
-        *("unsqueeze", "squeeze", "select", "split", "split_with_sizes", "unbind", "cat", "stack"),
-        *(
-            "view",
-            "_unsafe_view",
-            "expand",
-            "permute",
-            "transpose",
-            "clone",
-            "alias",
-            "neg",
-            "slice",
-        ),
+        *("unsqueeze", "select", "slice", "split", "split_with_sizes", "unbind", "cat", "stack"),
+        *("view", "_unsafe_view", "expand", "permute", "transpose", "clone", "alias", "neg"),
     )
 )
 """Ops that move elements, or change their sign."""
@@ -81,8 +71,12 @@ class Bilinear(TorchDispatchMode):
             raise NoFormulaError("it computes without gradients")
         given = [x for value in args for x in (value if isinstance(value, list) else [value])]
         tensors = [x for x in given if isinstance(x, Tensor)]
+        if any(isinstance(x, Tensor) for x in options.values()):
+            raise NoFormulaError("it writes to a tensor")
         if any(id(x) not in self.known for x in tensors):
             raise NoFormulaError("it uses a tensor that is no argument")
+        if name != "_to_copy" and any(isinstance(x, torch.dtype) for x in args):
+            raise NoFormulaError("it reads bits in another dtype")
         if name in PRODUCTS:
             if len(tensors) != 2 or len(args) != 2 or options:
                 raise NoFormulaError("it computes with a number")
