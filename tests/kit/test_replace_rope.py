@@ -134,6 +134,15 @@ def test_rounds_once_and_is_as_close_to_float64(
                     assert errors[1] <= errors[2] * 1.001
 
 
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("order", rotation.ORDERS)
+def test_results_have_the_layout_of_the_function(function: Callable[..., Any], order: str) -> None:
+    for ranks, one in proofs(function).items():
+        given = rotation.sample(one.form, ranks, rotation.WHOLE[0], order=order)
+        found, expected = one.rotated(*given), function(*given)
+        assert [x.stride() for x in found] == [x.stride() for x in expected]
+
+
 def clamped(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return as_llama(q.clamp(-1e5, 1e5), k, cos, sin)
 
