@@ -49,6 +49,7 @@ Kind: TypeAlias = Literal[
     "glu",
     "linear",
     "mlp",
+    "rope",
     "softmax",
     "loss",
     "batch_norm",

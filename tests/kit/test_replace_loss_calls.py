@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from torch.nn.functional import cross_entropy
 
 import torchkiln
-from torchkiln.patch.source import loss_calls, rewritten
+from torchkiln.patch.source import loss_calls
+from torchkiln.patch.source.calls import HELPERS
 
 
 def as_tuple(forward: Any) -> Any:
@@ -107,7 +108,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return called if loss is called else call
 
-    monkeypatch.setitem(rewritten.HELPERS, loss_calls.LOSS, counted)
+    monkeypatch.setitem(HELPERS, loss_calls.LOSS, counted)
     torchkiln.patch.plan.MADE.clear()
     return found
 

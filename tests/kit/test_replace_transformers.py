@@ -31,6 +31,7 @@ SIZES = {
 GROUPED = {**SIZES, "num_key_value_heads": 2}
 NORM = "rms_norm(round=input)"
 SUM = "add_rms_norm at post_attention_layernorm"
+ROPE = {"rope": 2, "cos and sin for rope": 1}
 
 
 def causal(name: str, **sizes: Any) -> nn.Module:
@@ -95,11 +96,11 @@ GROUPS = ", groups=2" if "group_size" in inspect.signature(Mamba2Norm).parameter
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "llama": (
         lambda: causal("Llama", **GROUPED),
-        {NORM: 5, "swiglu between the projections": 2, SUM: 2},
+        {NORM: 5, "swiglu between the projections": 2, SUM: 2, **ROPE},
     ),
     "qwen3": (
         lambda: causal("Qwen3", **GROUPED, head_dim=8),
-        {NORM: 9, "swiglu between the projections": 2, SUM: 2},
+        {NORM: 9, "swiglu between the projections": 2, SUM: 2, **ROPE},
     ),
     "gemma3": (
         lambda: transformers.Gemma3ForCausalLM(
@@ -109,11 +110,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
             "rms_norm(offset=1)": 13,
             "geglu_tanh between the projections": 2,
             "add_rms_norm at pre_feedforward_layernorm": 2,
+            **ROPE,
         },
     ),
     "mistral": (
         lambda: causal("Mistral", **GROUPED),
-        {NORM: 5, "swiglu between the projections": 2, SUM: 2},
+        {NORM: 5, "swiglu between the projections": 2, SUM: 2, **ROPE},
     ),
     "phi3": (
         lambda: causal("Phi3", **GROUPED),
@@ -121,9 +123,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
             NORM: 5,
             "swiglu between the projections": 2,
             f"dropout_add at resid_attn_dropout, {SUM}": 2,
+            **ROPE,
         },
     ),
-    "mixtral": (lambda: causal("Mixtral", **GROUPED, num_local_experts=4), {NORM: 5, SUM: 2}),
+    "mixtral": (
+        lambda: causal("Mixtral", **GROUPED, num_local_experts=4),
+        {NORM: 5, SUM: 2, **ROPE},
+    ),
     "gpt2": (gpt2, {"layer_norm": 5, "gelu_tanh": 2, "add_layer_norm at ln_2": 2}),
     "bert": (
         bert,
@@ -138,7 +144,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     ),
     "arcee": (
         lambda: causal("Arcee", **GROUPED),
-        {NORM: 5, "relu2": 2, SUM: 2, "linear(relu2) at up_proj": 2},
+        {NORM: 5, "relu2": 2, SUM: 2, "linear(relu2) at up_proj": 2, **ROPE},
     ),
     "clip": (
         clip,
@@ -247,4 +253,4 @@ def test_a_dry_run_needs_no_memory() -> None:
     with torch.device("meta"):
         model = causal("Llama", **{**GROUPED, "hidden_size": 4096, "intermediate_size": 14336})
     report = torchkiln.replace(model, dry_run=True)
-    assert len(report.changed) == 12
+    assert len(report.changed) == 13

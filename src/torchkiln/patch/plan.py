@@ -28,6 +28,8 @@ class Plan(ABC):
     """Whether the new forward takes keyword arguments."""
     rounds_alike: ClassVar[bool] = True
     """Whether results of large tensors round as the results of small ones in a comparison."""
+    is_timed: ClassVar[bool] = True
+    """Whether a repeated call of the module alone shows the time of the new forward."""
     saved_as: ClassVar[str]
     """The name in pickles."""
     version: ClassVar[int] = 1

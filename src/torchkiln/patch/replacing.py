@@ -21,6 +21,8 @@ from torchkiln.patch.registry import Registry
 from torchkiln.patch.report import Replacement, Report
 from torchkiln.patch.search import Search, replaced_before
 from torchkiln.patch.source.rewritten import Rewrites
+from torchkiln.patch.source.rotary import Rotary
+from torchkiln.patch.source.rotary import find as find_rotary
 from torchkiln.typing import Kind
 
 MAKER = "torchkiln.replace"
@@ -92,6 +94,7 @@ class Replace:
         - gated linear units between their projections;
         - wide linear layers that have a bias, sizes that are no multiples of 8, or the same input
           as other layers;
+        - rotary position embeddings of queries and keys;
         - losses, as modules and as calls in a forward;
         - batch norms with convolution, residual sum and activation, as by :func:`torchkiln.fuse`;
         - classes given to ``replace.register``.
@@ -99,8 +102,9 @@ class Replace:
         Args:
             model: any module; it may be on the meta device.
             only: kinds to replace, of ``norm``, ``residual``, ``activation``, ``glu``, ``linear``,
-                ``mlp``, ``softmax``, ``loss``, ``batch_norm`` and ``registered``; all by default,
-                but batch norms on a CPU. A residual sum is replaced if the norm after it is.
+                ``mlp``, ``rope``, ``softmax``, ``loss``, ``batch_norm`` and ``registered``; all by
+                default, but batch norms on a CPU. A residual sum is replaced if the norm after it
+                is.
             skip: patterns of names to leave alone, or a function of name and module, in this
                 order.
             exact: whether to replace only forwards that are bitwise equal in the module's dtype.
@@ -125,9 +129,10 @@ class Replace:
             rows, fused = batch_norm.find_all(model, refusal)
         matches = matched(model, Search(self.registry, exact=exact), rows, skip, kinds)
         plans = [(row, module, match.plan) for row, module, match in matches]
-        if {"residual", "linear", "mlp", "loss"} & set(kinds):
-            taken = {module for module, _ in fused}
-            plans += rewritten(model, Rewrites(matches, kinds, exact=exact), rows, skip, taken)
+        if {"residual", "linear", "mlp", "rope", "loss"} & set(kinds):
+            free = free_modules(model, rows, skip, {module for module, _ in fused})
+            rotary = find_rotary(model, free, exact=exact) if "rope" in kinds else Rotary()
+            plans += rewritten(free, Rewrites(matches, kinds, rotary, exact=exact), rows)
         order = {name: index for index, (name, _) in enumerate(model.named_modules())}
         rows.sort(key=lambda row: order[row.name])
         candidates = [*made(plans), *with_rows(model, fused, rows)]
@@ -209,21 +214,26 @@ def why_torchs_batch_norm(skip: Skip, name: str, module: nn.Module, *, asked: bo
     return ""
 
 
+def free_modules(
+    model: nn.Module, rows: Iterable[Replacement], skip: Skip, taken: Collection[nn.Module]
+) -> dict[str, nn.Module]:
+    """The modules whose forward may be rewritten, by name; not those in ``taken``."""
+    known = {row.name for row in rows if row.kind}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if not (is_skipped(name, module, skip) or replaced_before(module))
+        and name not in known
+        and module not in taken
+    }
+
+
 def rewritten(
-    model: nn.Module,
-    rewrites: Rewrites,
-    rows: list[Replacement],
-    skip: Skip,
-    taken: Collection[nn.Module],
+    free: Mapping[str, nn.Module], rewrites: Rewrites, rows: list[Replacement]
 ) -> list[tuple[Replacement, nn.Module, Plan]]:
-    """The plans of modules with a rewritten forward, except modules in ``taken``. Adds rows."""
+    """The plans of modules with a rewritten forward. Adds rows."""
     found: list[tuple[Replacement, nn.Module, Plan]] = []
-    known = {row.name: row for row in rows}
-    for name, module in model.named_modules():
-        if is_skipped(name, module, skip) or replaced_before(module) or known_kind(known, name):
-            continue
-        if module in taken:
-            continue
+    for name, module in free.items():
         row = Replacement(name, type(module).__name__)
         plan = rewrites.find(module, row)
         if plan is not None:
@@ -231,11 +241,6 @@ def rewritten(
         if row.kind:
             rows[:] = [other for other in rows if other.name != name] + [row]
     return found
-
-
-def known_kind(rows: Mapping[str, Replacement], name: str) -> bool:
-    """Whether the row of a module has a kind already."""
-    return name in rows and bool(rows[name].kind)
 
 
 def checked_kinds(only: Iterable[Kind] | Kind | None) -> tuple[Kind, ...]:

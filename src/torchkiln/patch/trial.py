@@ -113,7 +113,7 @@ class Trial:
 
     def is_faster(self, one: Candidate, given: Given | None) -> bool:
         """Whether to keep the new forward: it is faster, or its call cannot be repeated."""
-        if given is None:
+        if given is None or not one.plan.is_timed:
             return True
         key = (*self.classes[one.module], shapes(one.module, given))
         if key not in self.known:

@@ -43,7 +43,7 @@ class Reads:
     parts: tuple[tuple[str, type[nn.Module]], ...] = ()
     """Submodules whose forward is part of the formula."""
 
-    def hold(self, module: nn.Module) -> bool:
+    def hold(self, module: Any) -> bool:
         """Whether a module still has these values and classes, and its parts have no hooks."""
         for name, cls in self.parts:
             part = (

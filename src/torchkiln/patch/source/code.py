@@ -9,6 +9,8 @@ from itertools import chain
 from types import CellType, FunctionType
 from typing import Any
 
+from torch import nn
+
 from torchkiln.patch.source.text import SCOPES, codes
 
 GUARDS = (ast.Try, ast.TryStar, ast.With, ast.AsyncWith)
@@ -99,3 +101,11 @@ def blocks(node: ast.AST, but: tuple[type[ast.stmt], ...] = ()) -> Iterator[list
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, (*SCOPES, *but)):
             yield from blocks(child, but)
+
+
+def properties(cls: type[nn.Module]) -> set[str]:
+    """The attributes of a class that run code when they are read."""
+    values: dict[str, Any] = {}
+    for base in reversed(cls.mro()):
+        values |= {} if base in (nn.Module, object) else vars(base)
+    return {n for n, value in values.items() if hasattr(value, "__get__") and not callable(value)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -127,21 +127,23 @@ class Losses(ast.NodeTransformer):
         self.generic_visit(node)
         name = getattr(node.func, "attr", getattr(node.func, "id", None))
         if name in NAMES and has_fixed_index(node):
-            value = self.value(node.func)
+            value = known_value(node.func, self.globals, self.own)
             if value is F.cross_entropy or value is nn.CrossEntropyLoss:
                 made = ast.Call(ast.Name(LOSS, ast.Load()), [node.func], [])
                 node.func = ast.fix_missing_locations(ast.copy_location(made, node.func))
                 self.found += 1
         return node
 
-    def value(self, node: ast.expr) -> object:
-        """The value of a global or of an attribute of a module; None for other expressions."""
-        if isinstance(node, ast.Attribute):
-            owner = self.value(node.value)
-            return vars(owner).get(node.attr) if inspect.ismodule(owner) else None
-        if isinstance(node, ast.Name) and node.id not in self.own:
-            return self.globals.get(node.id)
-        return None
+
+def known_value(node: ast.expr, scope: Mapping[str, Any], own: Collection[str]) -> Any:
+    """The value of a global or of an attribute of a module; None for other expressions.
+
+    ``own`` are the names that the function binds.
+    """
+    if isinstance(node, ast.Attribute):
+        owner = known_value(node.value, scope, own)
+        return vars(owner).get(node.attr) if inspect.ismodule(owner) else None
+    return scope.get(node.id) if isinstance(node, ast.Name) and node.id not in own else None
 
 
 def has_fixed_index(node: ast.Call) -> bool:

@@ -1,14 +1,11 @@
-"""Forwards with dropouts, sums and norms, layers and activations, and losses, as single ops."""
+"""Forwards with sums and norms, layers and activations, rotations, and losses, as single ops."""
 
 from __future__ import annotations
 
-import ast
-import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from types import FunctionType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -17,21 +14,15 @@ from torchkiln.nn.plain import is_torchs
 from torchkiln.patch.plan import Match, Plan
 from torchkiln.patch.probe import cast
 from torchkiln.patch.report import Replacement
-from torchkiln.patch.source.code import decorated, forward_of
-from torchkiln.patch.source.dropout import is_dropout, rewrite_dropouts
-from torchkiln.patch.source.layer import LINEAR_ACT, act_to_be, compared, linear_act, rewrite_layers
-from torchkiln.patch.source.loss_calls import LOSS, loss_of, may_call, rewrite_losses
-from torchkiln.patch.source.residual import ADD_NORM, add_norm, added, op_of, rewrite_sums
-from torchkiln.patch.source.shared import SHARED, is_sharable, outputs, rewrite_shared
-from torchkiln.patch.source.text import compiled, definition, parsed
-
-HELPERS: dict[str, Callable[..., Any]] = {
-    ADD_NORM: add_norm,
-    LINEAR_ACT: linear_act,
-    SHARED: outputs,
-    LOSS: loss_of,
-}
-"""The functions that rewritten source calls."""
+from torchkiln.patch.source.calls import HELPERS, Calls, Names, calls_of, rewrite
+from torchkiln.patch.source.code import decorated, forward_of, properties
+from torchkiln.patch.source.dropout import is_dropout
+from torchkiln.patch.source.layer import act_to_be, compared
+from torchkiln.patch.source.loss_calls import may_call
+from torchkiln.patch.source.residual import added, op_of
+from torchkiln.patch.source.rotary import Rotary
+from torchkiln.patch.source.shared import is_sharable
+from torchkiln.patch.source.text import compiled, definition
 
 
 @dataclass(frozen=True)
@@ -54,13 +45,23 @@ class Rewritten(Plan):
     """The names of layers that share their input with other layers."""
     quiet: tuple[str, ...] = ()
     """The names of norms that may be called between the ``shared`` layers."""
+    ropes: int = 0
+    """The number of rewritten calls of rotations."""
+    angles: str = ""
+    """What is known of cos and sin that the forward returns."""
     function: Callable[..., Any] = field(init=False, repr=False, compare=False)
 
     @property
     def kind(self) -> str:  # type: ignore[override]
         """The kind of the first rewritten call."""
-        kinds = {"residual": self.norms, "mlp": self.layers, "loss": self.losses}
+        rotates = self.ropes or self.angles
+        kinds = {"residual": self.norms, "mlp": self.layers, "rope": rotates, "loss": self.losses}
         return next((kind for kind, calls in kinds.items() if calls), "linear")
+
+    @property
+    def is_timed(self) -> bool:  # type: ignore[override]
+        """Not with rotations: cos and sin of another call are not known to be from the model."""
+        return not (self.ropes or self.angles)
 
     def class_name(self, original: type[nn.Module]) -> str:
         """A forward with a loss keeps its class name: libraries save the name of a model."""
@@ -78,7 +79,7 @@ class Rewritten(Plan):
             )
             object.__setattr__(self, "function", self.owner.forward)
             return
-        rewrite(node, self.names, function if self.losses else None)
+        rewrite(node, function, self.names)
         made = decorated(self.owner.forward, function, compiled(function, node, **HELPERS))
         object.__setattr__(self, "function", made)
 
@@ -93,6 +94,9 @@ class Rewritten(Plan):
             self.shared,
             self.quiet,
             properties(self.owner),
+            bool(self.losses),
+            bool(self.ropes),
+            bool(self.angles),
         )
 
     def method(self, _: type[nn.Module]) -> Callable[..., Any]:
@@ -105,71 +109,13 @@ class Rewritten(Plan):
         calls += [f"linear({act}) at {layer}" for layer, _, act in self.layers]
         if self.shared:
             calls.append(f"one sum of gradients for {', '.join(self.shared)}")
+        if self.ropes or self.angles:
+            calls.append("rope" if self.ropes else "cos and sin for rope")
         return ", ".join([*calls, *(["cross_entropy"] if self.losses else [])])
 
     def forward(self, module: Any, *args: Any, **options: Any) -> Any:
         """The rewritten forward."""
         return self.function(module, *args, **options)
-
-
-class Calls(NamedTuple):
-    """The calls of a forward that can become part of one op."""
-
-    norms: list[str]
-    layers: list[tuple[str, str]]
-    losses: int
-    dropouts: list[str]
-    shared: list[str]
-
-
-class Names(NamedTuple):
-    """The submodules whose calls could be part of one op."""
-
-    norms: Collection[str]
-    dropouts: Collection[str]
-    layers: Collection[str]
-    acts: Collection[str]
-    wide: Collection[str]
-    quiet: Collection[str] = ()
-    """Norms without an effect."""
-    properties: Collection[str] = ()
-    """Attributes that are computed when they are read, which may have an effect."""
-
-    @property
-    def kinds(self) -> list[str]:
-        """The kinds of replacement for which there are enough modules."""
-        pairs = self.layers and self.acts
-        found = {"residual": self.norms, "mlp": pairs, "linear": len(self.wide) > 1}
-        return [kind for kind, has in found.items() if has]
-
-
-def rewrite(node: ast.FunctionDef, names: Names, function: FunctionType | None) -> Calls:
-    """Rewrite a definition, with its losses if the function is given."""
-    count = rewrite_losses(node, function) if function else 0
-    sums = rewrite_sums(node, names.norms)
-    dropouts = rewrite_dropouts(node, ADD_NORM, names.dropouts)
-    layers = rewrite_layers(node, names.layers, names.acts)
-    found = rewrite_shared(node, names.wide, names.quiet, names.properties)
-    return Calls(sums, layers, count, dropouts, found)
-
-
-def properties(cls: type[nn.Module]) -> set[str]:
-    """The attributes of a class that run code when they are read."""
-    values: dict[str, Any] = {}
-    for base in reversed(cls.mro()):
-        values |= {} if base in (nn.Module, object) else vars(base)
-    return {n for n, value in values.items() if hasattr(value, "__get__") and not callable(value)}
-
-
-def calls_of(cls: type[nn.Module], names: Names, *, losses: bool) -> Calls | str:
-    """The calls in the source of a forward, or the reason why they cannot be rewritten."""
-    function = forward_of(cls)
-    node = function if isinstance(function, str) else definition(function)
-    shown = parsed(inspect.unwrap(cls.forward)) if isinstance(node, str) else node
-    if shown is None:
-        return Calls([], [], 0, [], [])
-    found = rewrite(shown, names, inspect.unwrap(cls.forward) if losses else None)
-    return node if isinstance(node, str) and any(found) else found
 
 
 class Rewrites:
@@ -179,11 +125,13 @@ class Rewrites:
         self,
         matches: Iterable[tuple[Replacement, nn.Module, Match]],
         kinds: Collection[str],
+        rotary: Rotary,
         *,
         exact: bool,
     ) -> None:
         self.matches = {module: (row, match) for row, module, match in matches}
         self.kinds = kinds
+        self.rotary = rotary
         self.exact = exact
         self.known: dict[Any, bool] = {}
         self.calls: dict[Any, Calls | str] = {}
@@ -198,16 +146,23 @@ class Rewrites:
         }
         norms, layers, acts = self.norms(children), self.layers(children), self.acts(children)
         losses = "loss" in self.kinds and not self.exact and may_call(type(module))
-        names = Names(norms, self.dropouts(children), layers, acts, self.wide(children))
-        if not names.kinds and not losses:
+        names = Names(
+            *(norms, self.dropouts(children), layers, acts, self.wide(children)),
+            losses=losses,
+            ropes=module in self.rotary.errors,
+            angles=module in self.rotary.angles,
+        )
+        if module in self.rotary.reasons:
+            row.kind, row.reason = "rope", self.rotary.reasons[module]
+        if not names.kinds:
             return None
         names = names._replace(quiet=self.quiet(children), properties=properties(type(module)))
-        key = (type(module), tuple(map(frozenset, names)), losses)
+        key = (type(module), *(x if isinstance(x, bool) else frozenset(x) for x in names))
         if key not in self.calls:
-            self.calls[key] = calls_of(type(module), names, losses=losses)
+            self.calls[key] = calls_of(type(module), names)
         found = self.calls[key]
         if isinstance(found, str):
-            row.kind, row.reason = [*names.kinds, "loss"][0], found
+            row.kind, row.reason = names.kinds[0], found
             return None
         if not any(found):
             return None
@@ -218,11 +173,17 @@ class Rewrites:
             tuple(found.dropouts),
             tuple(found.shared),
             tuple(names.quiet) if found.shared else (),
+            found.ropes,
+            found.angles,
         )
         if (type(module), calls) not in self.plans:
             self.plans[type(module), calls] = Rewritten(type(module), *calls)
         plan = self.plans[type(module), calls]
-        row.kind, row.now = plan.kind, str(plan)
+        row.kind, row.now, row.reason = plan.kind, str(plan), ""
+        for comparison in self.rotary.errors.get(module, []):
+            of_call = Replacement(row.name, row.was)
+            comparison.record(of_call)
+            worsen(row, of_call)
         for name in found.norms:
             self.compare_norm(row, children[name], *norms[name])
         for layer, act in found.layers:

@@ -1,0 +1,95 @@
+"""The calls of a forward that are rewritten, and the functions that rewritten source calls."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Collection
+from types import FunctionType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from torchkiln.patch.source.angles import ANGLES, noted, rewrite_angles
+from torchkiln.patch.source.code import forward_of
+from torchkiln.patch.source.dropout import rewrite_dropouts
+from torchkiln.patch.source.layer import LINEAR_ACT, linear_act, rewrite_layers
+from torchkiln.patch.source.loss_calls import LOSS, loss_of, rewrite_losses
+from torchkiln.patch.source.residual import ADD_NORM, add_norm, rewrite_sums
+from torchkiln.patch.source.rope_calls import ROPE, rewrite_ropes, rope_of
+from torchkiln.patch.source.shared import SHARED, outputs, rewrite_shared
+from torchkiln.patch.source.text import definition, parsed
+
+HELPERS: dict[str, Callable[..., Any]] = {
+    ADD_NORM: add_norm,
+    LINEAR_ACT: linear_act,
+    SHARED: outputs,
+    LOSS: loss_of,
+    ROPE: rope_of,
+    ANGLES: noted,
+}
+"""The functions that rewritten source calls."""
+
+
+class Calls(NamedTuple):
+    """The calls of a forward that can become part of one op."""
+
+    norms: list[str]
+    layers: list[tuple[str, str]]
+    losses: int
+    dropouts: list[str]
+    shared: list[str]
+    ropes: int = 0
+    angles: str = ""
+
+
+class Names(NamedTuple):
+    """The submodules whose calls could be part of one op."""
+
+    norms: Collection[str]
+    dropouts: Collection[str]
+    layers: Collection[str]
+    acts: Collection[str]
+    wide: Collection[str]
+    quiet: Collection[str] = ()
+    """Norms without an effect."""
+    properties: Collection[str] = ()
+    """Attributes that are computed when they are read, which may have an effect."""
+    losses: bool = False
+    """Whether losses of torch may be called."""
+    ropes: bool = False
+    """Whether rotations are called."""
+    angles: bool = False
+    """Whether the forward returns cos and sin for rotations."""
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of replacement for which there are enough modules."""
+        pairs = self.layers and self.acts
+        rotates = self.ropes or self.angles
+        found = {"residual": self.norms, "mlp": pairs, "linear": len(self.wide) > 1}
+        found |= {"rope": rotates, "loss": self.losses}
+        return [kind for kind, has in found.items() if has]
+
+
+def rewrite(node: ast.FunctionDef, function: FunctionType, names: Names) -> Calls:
+    """Rewrite the definition of a function."""
+    count = rewrite_losses(node, function) if names.losses else 0
+    ropes = len(rewrite_ropes(node, function)) if names.ropes else 0
+    angles = rewrite_angles(node, function, names.properties) if names.angles else ""
+    sums = rewrite_sums(node, names.norms)
+    dropouts = rewrite_dropouts(node, ADD_NORM, names.dropouts)
+    layers = rewrite_layers(node, names.layers, names.acts)
+    found = rewrite_shared(node, names.wide, names.quiet, names.properties)
+    return Calls(sums, layers, count, dropouts, found, ropes, angles)
+
+
+def calls_of(cls: type[nn.Module], names: Names) -> Calls | str:
+    """The calls in the source of a forward, or the reason why they cannot be rewritten."""
+    function = forward_of(cls)
+    node = function if isinstance(function, str) else definition(function)
+    shown = parsed(inspect.unwrap(cls.forward)) if isinstance(node, str) else node
+    if shown is None:
+        return Calls([], [], 0, [], [])
+    found = rewrite(shown, inspect.unwrap(cls.forward), names)
+    return node if isinstance(node, str) and any(found) else found
