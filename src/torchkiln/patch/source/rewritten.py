@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import warnings
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -17,13 +16,13 @@ from torchkiln.nn.plain import is_torchs
 from torchkiln.patch.plan import Match, Plan
 from torchkiln.patch.probe import cast
 from torchkiln.patch.report import Replacement
-from torchkiln.patch.source.code import decorated, forward_of
+from torchkiln.patch.source.code import forward_of, remade
 from torchkiln.patch.source.dropout import is_dropout, rewrite_dropouts
 from torchkiln.patch.source.layer import LINEAR_ACT, act_to_be, compared, linear_act, rewrite_layers
 from torchkiln.patch.source.loss_calls import LOSS, loss_of, may_call, rewrite_losses
 from torchkiln.patch.source.residual import ADD_NORM, add_norm, added, op_of, rewrite_sums
 from torchkiln.patch.source.shared import SHARED, is_sharable, outputs, rewrite_shared
-from torchkiln.patch.source.text import compiled, definition, parsed
+from torchkiln.patch.source.text import definition, parsed
 
 HELPERS: dict[str, Callable[..., Any]] = {
     ADD_NORM: add_norm,
@@ -67,19 +66,11 @@ class Rewritten(Plan):
         return original.__name__ if self.losses else super().class_name(original)
 
     def __post_init__(self) -> None:
-        function = forward_of(self.owner)
-        node = function if isinstance(function, str) else definition(function)
-        if isinstance(function, str) or isinstance(node, str):
-            # A pickle was loaded where the source of the class is missing or differs.
-            warnings.warn(
-                f"torchkiln.replace: {self.owner.__qualname__}: {node}, so the forward of the "
-                "class runs; call torchkiln.replace again where its source is",
-                stacklevel=2,
-            )
-            object.__setattr__(self, "function", self.owner.forward)
-            return
-        rewrite(node, self.names, function if self.losses else None)
-        made = decorated(self.owner.forward, function, compiled(function, node, **HELPERS))
+        made = remade(
+            self.owner,
+            lambda node, function: rewrite(node, self.names, function if self.losses else None),
+            **HELPERS,
+        )
         object.__setattr__(self, "function", made)
 
     @property
