@@ -52,6 +52,7 @@ Kind: TypeAlias = Literal[
     "softmax",
     "loss",
     "batch_norm",
+    "attention",
     "registered",
 ]
 """Kinds of replacements, as for ``torchkiln.replace``."""
