@@ -53,6 +53,7 @@ Kind: TypeAlias = Literal[
     "softmax",
     "loss",
     "batch_norm",
+    "attention",
     "registered",
 ]
 """Kinds of replacements, as for ``torchkiln.replace``."""

@@ -200,7 +200,7 @@ def test_results_gradients_copies_and_undo(name: str, tmp_path: Path) -> None:
     report = torchkiln.replace(model)
     counts: dict[str, int] = {}
     for row in report.changed:
-        if row.name != "loss_function":
+        if row.name != "loss_function" and row.kind != "attention":
             counts[row.now] = counts.get(row.now, 0) + 1
     assert counts == MODELS[name][1]
     found, found_grads = outcome()
@@ -253,4 +253,4 @@ def test_a_dry_run_needs_no_memory() -> None:
     with torch.device("meta"):
         model = causal("Llama", **{**GROUPED, "hidden_size": 4096, "intermediate_size": 14336})
     report = torchkiln.replace(model, dry_run=True)
-    assert len(report.changed) == 13
+    assert len(report.changed) == 14

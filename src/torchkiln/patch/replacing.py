@@ -11,6 +11,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
+from torchkiln.patch.attention import routed
 from torchkiln.patch.calls import calls_of_modules
 from torchkiln.patch.formula import loss_function
 from torchkiln.patch.graph import batch_norm
@@ -97,14 +98,15 @@ class Replace:
         - rotary position embeddings of queries and keys;
         - losses, as modules and as calls in a forward;
         - batch norms with convolution, residual sum and activation, as by :func:`torchkiln.fuse`;
+        - attention of transformers' models, so that causal calls stay causal when compiled;
         - classes given to ``replace.register``.
 
         Args:
             model: any module; it may be on the meta device.
             only: kinds to replace, of ``norm``, ``residual``, ``activation``, ``glu``, ``linear``,
-                ``mlp``, ``rope``, ``softmax``, ``loss``, ``batch_norm`` and ``registered``; all by
-                default, but batch norms on a CPU. A residual sum is replaced if the norm after it
-                is.
+                ``mlp``, ``rope``, ``softmax``, ``loss``, ``batch_norm``, ``attention`` and
+                ``registered``; all by default, but batch norms on a CPU. A residual sum is
+                replaced if the norm after it is.
             skip: patterns of names to leave alone, or a function of name and module, in this
                 order.
             exact: whether to replace only forwards that are bitwise equal in the module's dtype.
@@ -133,13 +135,16 @@ class Replace:
             free = free_modules(model, rows, skip, {module for module, _ in fused})
             rotary = find_rotary(model, free, exact=exact) if "rope" in kinds else Rotary()
             plans += rewritten(free, Rewrites(matches, kinds, rotary, exact=exact), rows)
-        order = {name: index for index, (name, _) in enumerate(model.named_modules())}
-        rows.sort(key=lambda row: order[row.name])
         candidates = [*made(plans), *with_rows(model, fused, rows)]
         seconds: list[float] = []
         if example is not None:
             candidates, seconds = tried(model, matches, candidates, example)
         undo: list[Callable[[], None]] = []
+        if "attention" in kinds:
+            others = {module for _, module, _ in candidates}
+            skipped = functools.partial(is_skipped, skip=skip)
+            plans, undo = routed(model, rows, skipped, others, dry_run=dry_run)
+            candidates = [*candidates, *made(plans)]
         for of_module, module, plan in candidates:
             for row in of_module:
                 row.outcome = "replaced"
@@ -147,6 +152,8 @@ class Replace:
                 undo.append(swap(MAKER, module, plan))
         if "loss" in kinds:
             undo += replace_loss(model, rows, dry_run=dry_run)
+        order = {name: index for index, (name, _) in enumerate(model.named_modules())}
+        rows.sort(key=lambda row: order.get(row.name, len(order)))
         return Report(MAKER, model, rows, undo, dry_run=dry_run, seconds=seconds)
 
 

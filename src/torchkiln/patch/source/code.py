@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from itertools import chain
 from types import CellType, FunctionType
@@ -11,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from torchkiln.patch.source.text import SCOPES, codes
+from torchkiln.patch.source.text import SCOPES, codes, compiled, definition
 
 GUARDS = (ast.Try, ast.TryStar, ast.With, ast.AsyncWith)
 """Statements that may catch an exception: code after them sees the variables at that point."""
@@ -29,6 +30,31 @@ def forward_of(cls: type) -> FunctionType | str:
     if function.__closure__:
         return "its forward uses variables of an enclosing function, or super()"
     return function
+
+
+def remade(
+    owner: type,
+    rewrite: Callable[[ast.FunctionDef, FunctionType], object],
+    **helpers: Callable[..., Any],
+) -> Callable[..., Any]:
+    """The forward of a class after ``rewrite`` has changed its definition, with its decorators.
+
+    Without its source, as where a pickle was loaded with another version of the class, the forward
+    stays, with a warning.
+    """
+    function = forward_of(owner)
+    node = function if isinstance(function, str) else definition(function)
+    forward: Callable[..., Any] = owner.forward  # type: ignore[attr-defined]
+    if isinstance(function, str) or isinstance(node, str):
+        warnings.warn(
+            f"torchkiln.replace: {owner.__qualname__}: {node}, so the forward of the class runs; "
+            "call torchkiln.replace again where its source is",
+            stacklevel=2,
+        )
+        return forward
+    rewrite(node, function)
+    made: Callable[..., Any] = decorated(forward, function, compiled(function, node, **helpers))
+    return made
 
 
 def is_closure_over(wrapper: Any, wrapped: object) -> bool:

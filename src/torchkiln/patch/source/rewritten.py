@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -15,14 +14,13 @@ from torchkiln.patch.plan import Match, Plan
 from torchkiln.patch.probe import cast
 from torchkiln.patch.report import Replacement
 from torchkiln.patch.source.calls import HELPERS, Calls, Names, calls_of, rewrite
-from torchkiln.patch.source.code import decorated, forward_of, properties
+from torchkiln.patch.source.code import properties, remade
 from torchkiln.patch.source.dropout import is_dropout
 from torchkiln.patch.source.layer import act_to_be, compared
 from torchkiln.patch.source.loss_calls import may_call
 from torchkiln.patch.source.residual import added, op_of
 from torchkiln.patch.source.rotary import Rotary
 from torchkiln.patch.source.shared import is_sharable
-from torchkiln.patch.source.text import compiled, definition
 
 
 @dataclass(frozen=True)
@@ -68,19 +66,9 @@ class Rewritten(Plan):
         return original.__name__ if self.losses else super().class_name(original)
 
     def __post_init__(self) -> None:
-        function = forward_of(self.owner)
-        node = function if isinstance(function, str) else definition(function)
-        if isinstance(function, str) or isinstance(node, str):
-            # A pickle was loaded where the source of the class is missing or differs.
-            warnings.warn(
-                f"torchkiln.replace: {self.owner.__qualname__}: {node}, so the forward of the "
-                "class runs; call torchkiln.replace again where its source is",
-                stacklevel=2,
-            )
-            object.__setattr__(self, "function", self.owner.forward)
-            return
-        rewrite(node, function, self.names)
-        made = decorated(self.owner.forward, function, compiled(function, node, **HELPERS))
+        made = remade(
+            self.owner, lambda node, function: rewrite(node, function, self.names), **HELPERS
+        )
         object.__setattr__(self, "function", made)
 
     @property
