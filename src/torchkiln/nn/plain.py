@@ -43,14 +43,9 @@ def attribute(module: nn.Module, name: str, *default: Any) -> Any:
         by_torch = BY_TORCH[key] = is_by_torch(*key)
     if by_torch:
         own = module.__dict__
-        if name in own:
-            return own[name]
-        if name in (parameters := own["_parameters"]):
-            return parameters[name]
-        if name in (buffers := own["_buffers"]):
-            return buffers[name]
-        if name in (modules := own["_modules"]):
-            return modules[name]
+        for place in (own, own["_parameters"], own["_buffers"], own["_modules"]):
+            if name in place:
+                return place[name]
         if default:  # getattr would take 2 us to raise and catch an exception
             return default[0]
     return getattr(module, name, *default)
