@@ -59,7 +59,7 @@ def test_any_subset_of_gradients(device: torch.device, name: str, save: str) -> 
 
 
 @each_save
-def test_gradients_of_many_elements(device: torch.device, save: str) -> None:
+def test_gradients_of_many_elements(device: torch.device, save: Saved) -> None:
     """A GPU computes activation and gradient of large layers in one pass."""
     x, up, down = (torch.randn(s, device=device).double() for s in ((4100, 24), (80, 24), (6, 80)))
     grad = torch.randn(4100, 6, device=device).double()

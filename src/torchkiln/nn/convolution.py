@@ -36,7 +36,9 @@ BATCH_NORMS = (*NORM_OF.values(), *SYNC_NORMS)
 
 def is_batch_norm(module: nn.Module | None) -> bool:
     """Whether the module is torch's batch norm, or ``SyncBatchNormAct`` without an activation."""
-    return type(module) in BATCH_NORMS and attribute(module, "act", "none") == "none"
+    if module is None or type(module) not in BATCH_NORMS:
+        return False
+    return bool(attribute(module, "act", "none") == "none")
 
 
 def runs_batch_norm(module: nn.Module) -> bool:
