@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -14,7 +13,6 @@ from torch import Tensor
 
 import torchkiln
 from torchkiln.testing.compare import bits
-from torchkiln.testing.data import normal
 
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 OPS = ((torchkiln.softmax, torch.softmax), (torchkiln.log_softmax, torch.log_softmax))
@@ -408,48 +406,3 @@ def test_modules_take_a_mask(device: torch.device) -> None:
         )
         expected = f"{layer.__name__}(dim=-1, scale=0.5, causal=True)"
         assert repr(layer(-1, scale=0.5, causal=True)) == expected
-
-
-def in_torch(x: Tensor, *, scale: float, mask: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The formula that a mask of numbers stands for."""
-    x = x if dtype is None else x.to(dtype)
-    return torch.softmax(x * scale + mask, -1)
-
-
-@pytest.mark.parametrize("dtype", [None, torch.float32, torch.float64])
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("how", ["eager", "compiled", "inference"])
-def test_a_mask_of_numbers(how: str, kind: torch.dtype, dtype: torch.dtype | None) -> None:
-    """It is added to the scaled input, and has a gradient."""
-    cpu = torch.device("cpu")
-    x, bias = normal("x", (3, 5, 7), cpu, kind), normal("bias", (5, 7), cpu)
-    bias[:, 3] = -math.inf
-    call = functools.partial(torchkiln.softmax, dim=-1, scale=0.5, dtype=dtype)
-    inputs = (x.requires_grad_(), bias.requires_grad_())
-    expected = in_torch(x.float(), scale=0.5, mask=bias, dtype=dtype)
-    if how == "inference":
-        with torch.inference_mode():
-            found = call(x, mask=bias)
-    else:
-        made = torch.compile(call, backend="aot_eager") if how == "compiled" else call
-        found = made(x, mask=bias)
-        grads = torch.autograd.grad(found.square().sum(), inputs)
-        assert [grad.dtype for grad in grads] == [kind, torch.float32]
-        wanted = torch.autograd.grad(expected.square().sum(), inputs)
-        torch.testing.assert_close(grads, wanted)
-    assert found.dtype == (dtype or torch.float32)
-    torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("function", ["softmax", "log_softmax"])
-@pytest.mark.parametrize("kind", [torch.int64, torch.float16])
-def test_the_dtype_of_the_result(function: str, kind: torch.dtype) -> None:
-    """The input is cast first, as in torch."""
-    x = (3 * normal("x", (4, 9), torch.device("cpu"))).to(kind)
-    found = getattr(torchkiln, function)(x, 1, dtype=torch.float32)
-    expected = getattr(torch, function)(x, 1, dtype=torch.float32)
-    torch.testing.assert_close(found, expected)
-    batched = torch.vmap(lambda row: getattr(torchkiln, function)(row, 0, dtype=torch.float32))(x)
-    torch.testing.assert_close(batched, expected)
-    with pytest.raises(RuntimeError, match=r"softmax: dtype: got int64, expected one of float32"):
-        getattr(torchkiln, function)(x, 1, dtype=torch.int64)
