@@ -69,7 +69,7 @@ struct SampledProduct {
 /// Whether cuda::sampled_product() should read `right` in place, for the same reason.
 inline bool reads_columns(const SampledProduct& p) {
   return p.column_stride != 1 && p.right.row_stride == 1 && p.batch == 1 &&
-         2 * p.pattern.entries <= p.pattern.columns * size_of(p.dtype);
+         2 * p.pattern.entries <= p.pattern.columns * static_cast<int64_t>(size_of(p.dtype));
 }
 
 /// Builds the pattern of the transposed matrix. Its entries are ordered by column and, within a
