@@ -123,7 +123,7 @@ std::tuple<Tensor, Tensor> recorded_forward(const Below& below, const Call& call
         const void* divisor = nullptr;
         // Without class weights the divisor is 0 only if no row counts, and scaled() divides.
         if (options.reduction == LossReduction::mean && !factors.defined() &&
-            Below(detail::keys_of(in[0], state)).is_plain()) {
+            Below(detail::keys_of(in[0], state, found[0], found[1], found[2])).is_plain()) {
           factor = in[0].to(state.scalar_type());
           divisor = row_state(state, target.numel(), options.reduction).divisor;
         } else if (!each_row) {
