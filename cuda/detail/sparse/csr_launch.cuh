@@ -82,25 +82,12 @@ __device__ __forceinline__ void load_rows(const T* dense, int row_stride, const 
   }
 }
 
-/// load_rows() of a matrix whose columns are not adjacent: element by element.
+/// load_rows() of elements that are not adjacent, the first `count` of V. Elements that are spaced
+/// by a warp are adjacent for the lanes of a warp.
 template <int V, int U, class T>
 __device__ __forceinline__ void load_strided(const T* dense, int row_stride, int64_t column_stride,
-                                             const int (&row_index)[U], Vec<T, V> (&rows)[U]) {
-#pragma unroll
-  for (int u = 0; u < U; ++u) {
-    const T* from = dense + int64_t{row_index[u]} * row_stride;
-    rows[u] = Vec<T, V>{};
-    if (row_index[u] < 0) continue;
-#pragma unroll
-    for (int i = 0; i < V; ++i) rows[u].lane[i] = __ldg(from + i * column_stride);
-  }
-}
-
-/// load_rows() of rows that are aligned to single elements: `count` elements of each, spaced by a
-/// warp, so that the lanes of a warp read adjacent ones.
-template <int V, int U, class T>
-__device__ __forceinline__ void load_spaced(const T* dense, int row_stride, int count,
-                                            const int (&row_index)[U], Vec<T, V> (&rows)[U]) {
+                                             const int (&row_index)[U], Vec<T, V> (&rows)[U],
+                                             int count = V) {
 #pragma unroll
   for (int u = 0; u < U; ++u) {
     const T* from = dense + int64_t{row_index[u]} * row_stride;
@@ -108,7 +95,7 @@ __device__ __forceinline__ void load_spaced(const T* dense, int row_stride, int 
     if (row_index[u] < 0) continue;
 #pragma unroll
     for (int i = 0; i < V; ++i)
-      if (i < count) rows[u].lane[i] = __ldg(from + i * kWarpLanes);
+      if (i < count) rows[u].lane[i] = __ldg(from + i * column_stride);
   }
 }
 

@@ -121,7 +121,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, kAccess>) spmm_pieces(Spm
   const int lane = threadIdx.x & ((1 << plan.lanes_log2) - 1);
   const int64_t column = (tile << plan.lanes_log2) * V + lane * (kIsSpaced ? 1 : V);
   const bool inside = column < p.width;
-  // Of a thread's elements. All of a vector are inside, as the width is a multiple of it.
+  // The elements of a thread that are inside. The width is a multiple of a vector, so a vector is
+  // inside as a whole.
   const int64_t reached = (p.width - column + kStep - 1) / kStep;
   const int count = kIsSpaced ? static_cast<int>(min(max(reached, int64_t{0}), int64_t{V})) : V;
   // A lane beyond the end reads the first columns, so that the loads need no condition.
@@ -130,7 +131,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, kAccess>) spmm_pieces(Spm
   const int row_stride = static_cast<int>(p.dense.row_stride);
   const auto load = [&](const int (&row_index)[U], Vec<T, V>(&rows)[U]) {
     if constexpr (kIsSpaced) {
-      load_spaced<V>(dense, row_stride, count, row_index, rows);
+      load_strided<V>(dense, row_stride, kWarpLanes, row_index, rows, count);
     } else if constexpr (kAccess == Access::kColumns) {
       load_strided<V>(dense, row_stride, p.column_stride, row_index, rows);
     } else {
