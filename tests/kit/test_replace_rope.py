@@ -22,6 +22,8 @@ from torchkiln.patch.source.rope_calls import rope_of
 class Angles(nn.Module):
     """Cos and sin as of Llama."""
 
+    frequencies: Tensor
+
     def __init__(self, size: int = 8) -> None:
         super().__init__()
         self.scale: Any = 1.5
@@ -31,7 +33,7 @@ class Angles(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         places = torch.arange(x.shape[1], device=x.device)[None, :, None]
         with torch.autocast(x.device.type, enabled=False):
-            freqs = places.float() * self.frequencies  # type: ignore[operator]
+            freqs = places.float() * self.frequencies
             emb = torch.cat((freqs, freqs), dim=-1)
             cos = emb.cos() * self.scale
             sin = emb.sin() * self.scale
@@ -42,7 +44,7 @@ class OtherHalves(Angles):
     """Angles with two different halves."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        freqs = torch.arange(x.shape[1])[None, :, None] * self.frequencies  # type: ignore[operator]
+        freqs = torch.arange(x.shape[1])[None, :, None] * self.frequencies
         other = 2 * freqs
         emb = torch.cat((freqs, other), dim=-1)
         return emb.cos(), emb.sin()
@@ -52,7 +54,7 @@ class ChangedInPlace(Angles):
     """Angles whose halves differ after a change in place."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        freqs = torch.arange(x.shape[1])[None, :, None] * self.frequencies  # type: ignore[operator]
+        freqs = torch.arange(x.shape[1])[None, :, None] * self.frequencies
         emb = torch.cat((freqs, freqs), dim=-1)
         same = emb.float()
         same[..., 0] = 7
@@ -63,7 +65,7 @@ class ChangedByAssignment(Angles):
     """Angles whose halves differ after a sum in place, of which no name is left."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        freqs = torch.arange(x.shape[1])[None, :, None] * self.frequencies  # type: ignore[operator]
+        freqs = torch.arange(x.shape[1])[None, :, None] * self.frequencies
         emb = torch.cat((freqs, freqs), dim=-1)
         same = emb.float()
         same += torch.arange(emb.shape[-1])

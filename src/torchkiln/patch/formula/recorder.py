@@ -19,7 +19,19 @@ WIDE = (torch.float32, torch.float64)
 """Dtypes that a module may compute in, whatever the dtype of its input."""
 
 
-class Recorder(TorchDispatchMode):
+class DispatchMode(TorchDispatchMode):
+    """A mode that sees the ops of a call."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: for True, torch would import its compiler to wrap the mode, which takes 3 s."""
+        return False
+
+
+class Recorder(DispatchMode):
     """Runs a call, and keeps an expression for each tensor that an op of torch returns.
 
     Ops that no formula contains raise :class:`NoFormulaError`: comparisons, clamps, random numbers,
@@ -28,7 +40,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, dtypes: Sequence[torch.dtype]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.axes = Axes()
         self.dtypes = (*dtypes, *WIDE)
         self.values: dict[int, Value] = {}
@@ -40,11 +52,6 @@ class Recorder(TorchDispatchMode):
         """All constants that were added."""
         self.names: set[str] = set()
         """The ops that were called."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """False: for True, torch would import its compiler to wrap the mode, which takes 3 s."""
-        return False
 
     def add(
         self, tensor: Tensor, name: str, dims: Sequence[Dim], *, overwrites: bool = False
@@ -135,17 +142,12 @@ MADE = ("lift_fresh", "scalar_tensor", "full", "ones", "zeros")
 """Ops that make constants."""
 
 
-class OpNames(TorchDispatchMode):
+class OpNames(DispatchMode):
     """Collects the names of the ops of a call."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.names: set[str] = set()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """As for :class:`Recorder`."""
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

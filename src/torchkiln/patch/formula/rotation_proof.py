@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchkiln.patch.compare import Comparison
 from torchkiln.patch.formula.reads import Reader
-from torchkiln.patch.formula.recorder import outputs
+from torchkiln.patch.formula.recorder import DispatchMode, outputs
 from torchkiln.patch.formula.rotation import (
     DTYPES,
     FORMS,
@@ -50,17 +49,12 @@ LAYOUT = frozenset(
 PRODUCTS = ("add", "sub", "mul")
 
 
-class Bilinear(TorchDispatchMode):
+class Bilinear(DispatchMode):
     """Refuses ops that a rotation does not have, and tensors that are no arguments."""
 
     def __init__(self, given: Sample) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.known: dict[int, Tensor] = {id(x): x for x in given}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """As for :class:`~torchkiln.patch.formula.recorder.Recorder`."""
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

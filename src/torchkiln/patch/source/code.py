@@ -33,7 +33,7 @@ def forward_of(cls: type) -> FunctionType | str:
 
 
 def remade(
-    owner: type,
+    owner: type[nn.Module],
     rewrite: Callable[[ast.FunctionDef, FunctionType], object],
     **helpers: Callable[..., Any],
 ) -> Callable[..., Any]:
@@ -44,7 +44,7 @@ def remade(
     """
     function = forward_of(owner)
     node = function if isinstance(function, str) else definition(function)
-    forward: Callable[..., Any] = owner.forward  # type: ignore[attr-defined]
+    forward: Callable[..., Any] = owner.forward
     if isinstance(function, str) or isinstance(node, str):
         warnings.warn(
             f"torchkiln.replace: {owner.__qualname__}: {node}, so the forward of the class runs; "
