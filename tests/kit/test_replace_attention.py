@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from replace_models import GROUPED, TOKENS
 from torch import Tensor, fx, nn
 
 import torchkiln
@@ -19,19 +20,7 @@ from torchkiln.patch.attention import NAME, needs_none
 transformers = pytest.importorskip("transformers")
 masking_utils = pytest.importorskip("transformers.masking_utils")
 
-TOKENS, LENGTH, WINDOW = 99, 12, 4
-SIZES = {
-    "vocab_size": TOKENS,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
+LENGTH, WINDOW = 12, 4
 LAYERS = ["sliding_attention", "full_attention"]
 
 
@@ -43,9 +32,9 @@ def made(name: str, **sizes: Any) -> Any:
         config = transformers.GPT2Config(vocab_size=TOKENS, **few, bos_token_id=1)
         return transformers.GPT2LMHeadModel(config).eval()
     if name == "Gemma3":
-        given = {**SIZES, "head_dim": 8, "layer_types": LAYERS, "sliding_window": 64, **sizes}
+        given = {**GROUPED, "head_dim": 8, "layer_types": LAYERS, "sliding_window": 64, **sizes}
         return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**given)).eval()
-    config = getattr(transformers, f"{name}Config")(**{**SIZES, **sizes})
+    config = getattr(transformers, f"{name}Config")(**{**GROUPED, **sizes})
     return getattr(transformers, f"{name}ForCausalLM")(config).eval()
 
 
@@ -118,7 +107,7 @@ def test_no_graph_has_the_size_of_a_mask() -> None:
 def test_a_transformers_that_never_skips_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with older versions of torch, whose Dynamo takes each compilation for an export."""
     monkeypatch.setattr(masking_utils, "is_torchdynamo_exporting", lambda: True, raising=False)
-    model, bert = made("Llama"), transformers.BertModel(transformers.BertConfig(**SIZES)).eval()
+    model, bert = made("Llama"), transformers.BertModel(transformers.BertConfig(**GROUPED)).eval()
     for one in (model, bert):
         torchkiln.replace(one, only="attention")
     compiled = Compiled(model)
@@ -243,7 +232,7 @@ def test_skip_only_dry_run_and_undo() -> None:
 
 
 def test_a_model_inside_of_others_and_a_shared_config() -> None:
-    config = transformers.LlamaConfig(**SIZES)
+    config = transformers.LlamaConfig(**GROUPED)
     model = nn.ModuleDict({name: transformers.LlamaModel(config) for name in "ab"})
     other = transformers.LlamaModel(config)
     report = torchkiln.replace(model, only="attention")

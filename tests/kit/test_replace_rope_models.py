@@ -6,23 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from replace_models import GROUPED, SIZES
 from torch import Tensor
 
 import torchkiln
 from torchkiln.patch.formula import rotation
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-GROUPED = {**SIZES, "num_key_value_heads": 2}
 SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 
 MODELS: dict[str, tuple[dict[str, Any], tuple[int, bool, str, bool, bool]]] = {

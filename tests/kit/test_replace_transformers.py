@@ -10,25 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from replace_models import GROUPED, SIZES, TOKENS
 from torch import Tensor, nn
 
 import torchkiln
 
 transformers = pytest.importorskip("transformers")
 
-TOKENS = 99
-SIZES = {
-    "vocab_size": TOKENS,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-GROUPED = {**SIZES, "num_key_value_heads": 2}
 NORM = "rms_norm(round=input)"
 SUM = "add_rms_norm at post_attention_layernorm"
 ROPE = {"rope": 2, "cos and sin for rope": 1}

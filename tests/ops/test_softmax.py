@@ -127,7 +127,7 @@ def test_rows_whose_elements_are_not_adjacent(
 @every_op
 @every_dtype
 def test_short_rows(device: torch.device, dtype: torch.dtype, op: Any, torchs: Any) -> None:
-    """Rows that one thread has, as a whole tensor and as part of wider rows."""
+    """Rows that threads of a warp share, as a whole tensor and as part of wider rows."""
     for length in range(1, 49):
         for rows in (5, 1030):
             wide = torch.randn(rows, length + 7, device=device).to(dtype)
