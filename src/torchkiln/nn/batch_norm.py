@@ -25,19 +25,21 @@ def batch_norm_act(
     ``op`` takes the arguments of :func:`torchkiln.bn_act`.
     """
     module._check_input_dim(x)
+    # Read from the dicts of the module: nn.Module takes 1 us to look up an attribute.
+    own, buffers = module._parameters, module._buffers
     momentum = 0.0 if module.momentum is None else module.momentum
     if module.training and module.track_running_stats:
-        batches = attribute(module, "num_batches_tracked")
+        batches = read(module, buffers, "num_batches_tracked")
         if batches is not None:
             batches.add_(1)
             if module.momentum is None:  # the mean over all batches
                 momentum = 1.0 / float(batches)
-    mean, var = attribute(module, "running_mean"), attribute(module, "running_var")
+    mean, var = read(module, buffers, "running_mean"), read(module, buffers, "running_var")
     keeps = not module.training or module.track_running_stats
     return op(
         x,
-        attribute(module, "weight"),
-        attribute(module, "bias"),
+        read(module, own, "weight"),
+        read(module, own, "bias"),
         mean if keeps else None,
         var if keeps else None,
         residual,
@@ -46,6 +48,11 @@ def batch_norm_act(
         momentum=momentum,
         eps=module.eps,
     )
+
+
+def read(module: nn.Module, place: dict[str, Any], name: str) -> Any:
+    """``getattr(module, name)``; ``place`` is the dict of the module that has most such names."""
+    return place[name] if name in place else getattr(module, name)
 
 
 def sync_batch_norm_act(

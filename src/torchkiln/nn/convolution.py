@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Self
 
 import torch
@@ -20,11 +20,13 @@ from torchkiln.nn.batch_norm import (
     sync_batch_norm_act,
 )
 from torchkiln.nn.checks import check_act
-from torchkiln.nn.plain import attribute, is_torchs
+from torchkiln.nn.plain import is_torchs
 from torchkiln.ops._conv_moments import bn_act_from, conv_with_moments
+from torchkiln.ops._conv_routes import CONVOLUTIONS as CALLS
 from torchkiln.ops._conv_routes import HALF, Geometry, Sizes, run_folded
 from torchkiln.ops._folding import Parts, forget
 from torchkiln.ops.activation import ACTIVATIONS
+from torchkiln.ops.batch_norm import bn_act
 from torchkiln.typing import Activation, Device
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -36,9 +38,9 @@ BATCH_NORMS = (*NORM_OF.values(), *SYNC_NORMS)
 
 def is_batch_norm(module: nn.Module | None) -> bool:
     """Whether the module is torch's batch norm, or ``SyncBatchNormAct`` without an activation."""
-    if module is None or type(module) not in BATCH_NORMS:
-        return False
-    return bool(attribute(module, "act", "none") == "none")
+    if type(module) is SyncBatchNormAct:
+        return module.act == "none"
+    return type(module) in BATCH_NORMS
 
 
 def runs_batch_norm(module: nn.Module) -> bool:
@@ -86,59 +88,78 @@ def conv_norm_act(
 
     ``in_place`` as for :func:`norm_act`.
     """
-    folded = folded_conv_norm_act(conv, norm, x, residual, act)
+    parts = None if norm.training or is_compiling() else parts_of(conv, norm, x)
+    if parts is None:
+        y, moments = convolved(conv, norm, x)
+        return norm_act(norm, y, residual, act, moments, in_place=in_place)
+    assert isinstance(conv, _ConvNd)
+    padded, geometry = x, geometry_of(conv)
+    if conv.padding_mode != "zeros":
+        padded = F.pad(x, conv._reversed_padding_repeated_twice, conv.padding_mode)
+    folded = run_folded(norm, padded, parts, residual, geometry, act=act, eps=norm.eps)
     if folded is not None:
         return folded
-    y, moments = convolved(conv, norm, x)
-    return norm_act(norm, y, residual, act, moments, in_place=in_place)
+    y = CALLS[x.dim()](padded, parts.weight, parts.bias, *geometry)
+    if residual is None or (residual.shape == y.shape and residual.dtype == y.dtype):
+        return bn_act(y, *parts[2:], residual, act=act, eps=norm.eps)
+    return norm_act(norm, y, residual, act, in_place=in_place)
 
 
-def convolved(conv: nn.Module, norm: _BatchNorm, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """``conv(x)``, and the moments of this result if one kernel computes both for training."""
-    known = None
-    if norm.training and not is_compiling():
-        forget(norm)
-    if x.is_cuda and x.dtype in HALF and norm.training and is_torchs(conv, CONVOLUTIONS):
-        assert isinstance(conv, _ConvNd)
-        # A replica of DataParallel has plain attributes in place of parameters: get() gives None.
-        weight, bias = conv._parameters.get("weight"), conv._parameters.get("bias")
-        if weight is not None and runs_batch_norm(norm) and not is_synchronized(norm):
-            geometry = Geometry(conv.stride, conv.padding, conv.dilation, conv.groups)
-            known = conv_with_moments(x, weight, bias, geometry)
-    return (conv(x), None) if known is None else known
+def parts_of(conv: nn.Module, norm: _BatchNorm, x: Tensor) -> Parts | None:
+    """The tensors of a convolution and a batch norm in eval mode.
 
-
-def folded_conv_norm_act(
-    conv: nn.Module, norm: _BatchNorm, x: Tensor, residual: Tensor | None, act: Activation
-) -> Tensor | None:
-    """The result from a folded batch norm; None if the modules are to be called one by one."""
-    if is_compiling() or norm.training:
-        return None
-    if (
-        not isinstance(conv, _ConvNd)
-        or not is_torchs(conv, CONVOLUTIONS)
-        or not runs_batch_norm(norm)
-    ):
+    None if their calls run anything else, or do not take ``x``.
+    """
+    if not is_torchs(conv, CONVOLUTIONS) or not runs_batch_norm(norm):
         return None
     # Read from the dicts of the modules: nn.Module takes 1 us to look up an attribute.
-    weight, bias = conv._parameters.get("weight"), conv._parameters.get("bias")
-    mean, var = norm._buffers["running_mean"], norm._buffers["running_var"]
-    if weight is None or mean is None or var is None:
+    given, own, buffers = conv._parameters, norm._parameters, norm._buffers
+    weight, mean, var = given.get("weight"), buffers["running_mean"], buffers["running_var"]
+    if weight is None or mean is None or var is None or not (has_own(given) and has_own(own)):
         return None
-    if x.dim() != weight.dim() or type(norm) not in (NORM_OF[x.dim()], *SYNC_NORMS):
+    cls, dims = type(norm), x.dim()
+    if dims != weight.dim() or (cls is not NORM_OF[dims] and cls not in SYNC_NORMS):
         return None
+    return Parts(weight, given["bias"], own["weight"], own["bias"], mean, var)
+
+
+def has_own(parameters: Mapping[str, Tensor | None]) -> bool:
+    """Whether a module has its weight and bias there; a replica of DataParallel has attributes."""
+    return "weight" in parameters and "bias" in parameters
+
+
+def geometry_of(conv: _ConvNd) -> Geometry:
+    """The settings of a convolution, whose input is padded if ``padding_mode`` is not zeros."""
     padding: Sizes | str = conv.padding
     if conv.padding_mode != "zeros":
-        x, padding = F.pad(x, conv._reversed_padding_repeated_twice, conv.padding_mode), "valid"
+        padding = "valid"
     if padding == "valid":
         padding = (0,) * len(conv.stride)
     elif padding == "same":
         before, after = (conv._reversed_padding_repeated_twice[i::2] for i in (0, 1))
         padding = tuple(reversed(before)) if before == after else "same"
-    own = norm._parameters
-    parts = Parts(weight, bias, own["weight"], own["bias"], mean, var)
-    geometry = Geometry(conv.stride, padding, conv.dilation, conv.groups)
-    return run_folded(norm, x, parts, residual, geometry, act=act, eps=norm.eps)
+    return Geometry(conv.stride, padding, conv.dilation, conv.groups)
+
+
+def convolved(conv: nn.Module, norm: _BatchNorm, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """``conv(x)``, and the moments of this result if one kernel computes both for training."""
+    if is_compiling():
+        return conv(x), None
+    if norm.training:
+        forget(norm)
+    given = conv._parameters
+    if not has_own(given) or not is_torchs(conv, CONVOLUTIONS):
+        return conv(x), None
+    assert isinstance(conv, _ConvNd)
+    weight, bias = given["weight"], given["bias"]
+    assert weight is not None
+    if not (x.is_cuda and x.dtype in HALF and norm.training) or is_synchronized(norm):
+        return conv._conv_forward(x, weight, bias), None  # a call of the module takes 2 us more
+    known = None
+    if runs_batch_norm(norm):
+        geometry = Geometry(conv.stride, conv.padding, conv.dilation, conv.groups)
+        known = conv_with_moments(x, weight, bias, geometry)
+    return (conv._conv_forward(x, weight, bias), None) if known is None else known
 
 
 class _ConvBNAct(nn.Module):

@@ -163,6 +163,12 @@ def why_no_cudnn(
     return None if has_cudnn else "cuDNN is not available"
 
 
+APART_CALLS: dict[tuple[Any, ...], str] = {}
+"""Calls for which :func:`choose` found ``APART``, and the notes: a new choice takes 10 us."""
+
+MOST_CALLS = 4096
+
+
 def run_folded(
     owner: object,
     x: Tensor,
@@ -184,7 +190,12 @@ def run_folded(
     fold = kept_fold(owner, parts)
     last, route, note = (None, APART, "") if fold is None else fold.last
     if fold is None or last != call:
-        found, route, note = planned(owner, x, parts, residual, geometry, act=act, eps=eps)
+        case = (*call, parts.weight.shape, parts.weight.dtype, parts.weight.device)
+        known = APART_CALLS.get(case)
+        if known is not None:
+            _C.note(known)
+            return None
+        found, route, note = planned(owner, x, parts, residual, geometry, case, act=act, eps=eps)
         if found is None:
             _C.note(note)
             return None
@@ -212,28 +223,36 @@ def signature(
     return place, added, geometry, act, eps, autocast, has_cudnn
 
 
-def planned(
+def planned(  # noqa: PLR0917
     owner: object,
     x: Tensor,
     parts: Parts,
     residual: Tensor | None,
     geometry: Geometry,
+    case: tuple[Any, ...],
     *,
     act: Activation,
     eps: float,
 ) -> tuple[Fold | None, Route, str]:
-    """The fold for this call or None, the route, and the note that explains the route."""
+    """The fold for this call or None, the route, and the note that explains the route.
+
+    ``case`` are the properties that :func:`choose` reads.
+    """
     dtype = dtype_of(x, parts.weight)
     if dtype is None or not takes(x, parts.weight, residual, geometry, dtype) or not eps >= 0:
         return None, APART, f"{APART.words}: the arguments do not agree"  # torch raises the error
     x = x.to(dtype)
     route, why = choose(x, parts.weight, geometry, act, has_residual=residual is not None)
-    if route is not APART:
-        fold = fold_of(owner, parts, Form(eps, dtype, format_of(x, parts.weight)))
-        if isinstance(fold, Fold):
-            return fold, route, f"{route.words}: {why}"
-        why = fold
-    return None, APART, f"{APART.words}: {why}"
+    note = f"{route.words}: {why}"
+    if route is APART:
+        if len(APART_CALLS) >= MOST_CALLS:
+            APART_CALLS.clear()
+        APART_CALLS[case] = note
+        return None, APART, note
+    fold = fold_of(owner, parts, Form(eps, dtype, format_of(x, parts.weight)))
+    if isinstance(fold, Fold):
+        return fold, route, note
+    return None, APART, f"{APART.words}: {fold}"
 
 
 def geometry_of(

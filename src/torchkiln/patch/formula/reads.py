@@ -45,12 +45,11 @@ class Reads:
 
     def hold(self, module: Any) -> bool:
         """Whether a module still has these values and classes, and its parts have no hooks."""
+        children = module._modules
         for name, cls in self.parts:
-            part = (
-                attribute(module, name)
-                if "." not in name
-                else found(module, tuple(name.split(".")))
-            )
+            part = children.get(name)
+            if part is None:
+                part = found(module, tuple(name.split(".")))
             if type(part) is not cls or "forward" in part.__dict__ or has_hooks(part):
                 return False
         for path, value in self.values:
