@@ -1,13 +1,15 @@
-"""The check of memory growth, shown readings of what is in use before and after its calls."""
+"""Checks that measure again before they report, because of what else runs on the machine."""
 
 from __future__ import annotations
 
+from itertools import chain, repeat
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from torchkiln.testing.contract import CHECKS, state
+from torchkiln.testing.contract import CHECKS, cuda, state
 from torchkiln.testing.specs.pointwise import ADD
 
 OBJECTS, BYTES, ON_GPU = "Python objects", "bytes of the C library", "bytes on cuda:0"
@@ -30,8 +32,8 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
     return tries
 
 
-def check() -> None:
-    CHECKS["no_memory_growth"].run(ADD, torch.device("cpu"), torch.float32)
+def check(name: str) -> None:
+    CHECKS[name].run(ADD, torch.device("cpu"), torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,7 @@ def check() -> None:
 )
 def test_what_is_no_leak(kept: list[dict[str, int]], tries: list[dict[str, int]]) -> None:
     kept += tries
-    check()
+    check("no_memory_growth")
 
 
 @pytest.mark.parametrize(
@@ -55,4 +57,24 @@ def test_what_is_no_leak(kept: list[dict[str, int]], tries: list[dict[str, int]]
 def test_a_leak_of_each_call(kept: list[dict[str, int]], kind: str, a_call: int) -> None:
     kept += [{kind: calls * a_call} for calls in (1000, 3000, 9000)]
     with pytest.raises(AssertionError, match=rf"9000 calls kept {9000 * a_call} {kind}$"):
-        check()
+        check("no_memory_growth")
+
+
+@pytest.mark.parametrize("name", ["side_stream", "no_synchronisation"])
+@pytest.mark.parametrize("late", [0, 1, 2, 3])
+def test_a_call_that_waits_does_so_in_each_try(
+    name: str, late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first tries, or all, return after the delay: a busy host is no reason to report it."""
+    answers = chain([True] * late, repeat(False))
+    event = MagicMock()
+    event.return_value.query = lambda: next(answers)
+    for part in ("Event", "Stream", "stream", "current_stream", "synchronize", "_sleep"):
+        monkeypatch.setattr(torch.cuda, part, event if part == "Event" else MagicMock())
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", MagicMock())
+    assert len(cuda.DELAYS) == 3
+    if late < 3:
+        check(name)
+    else:
+        with pytest.raises(AssertionError, match="the call waited for the"):
+            check(name)
