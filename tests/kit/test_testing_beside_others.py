@@ -1,15 +1,15 @@
-"""Checks that measure again before they report, because of what else runs on the machine."""
+"""Checks of memory and waits hold beside what else runs in the process and on the machine."""
 
 from __future__ import annotations
 
-from itertools import chain, repeat
+from itertools import chain, count, repeat
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from torchkiln.testing.contract import CHECKS, cuda, state
+from torchkiln.testing.contract import CHECKS, bad_input, cuda, state
 from torchkiln.testing.specs.pointwise import ADD
 
 OBJECTS, BYTES, ON_GPU = "Python objects", "bytes of the C library", "bytes on cuda:0"
@@ -78,3 +78,16 @@ def test_a_call_that_waits_does_so_in_each_try(
     else:
         with pytest.raises(AssertionError, match="the call waited for the"):
             check(name)
+
+
+@pytest.mark.parametrize("step", [-512, 512])
+def test_memory_may_be_released_during_a_refused_call(
+    step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings = count(1 << 30, step)
+    monkeypatch.setattr(bad_input, "allocated", lambda _: next(readings))
+    if step < 0:
+        check("bad_input")
+    else:
+        with pytest.raises(AssertionError, match="the refused call changed something"):
+            check("bad_input")
