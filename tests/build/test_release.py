@@ -67,3 +67,20 @@ def test_only_a_new_label_runs_a_pull_request_on_our_machine() -> None:
     assert re.findall(r"pull_request:\n +types: (.*)", text) == ["[labeled]"]
     (condition,) = re.findall(r"\n    if: (.*)", text)
     assert condition == "github.event_name == 'push' || github.event.label.name == 'gpu'"
+
+
+def test_tools_of_hooks_and_of_ci_have_versions() -> None:
+    assert "nox" in pinned("nox.txt")
+    workflows = "\n".join(path.read_text() for path in GITHUB.glob("workflows/*.yml"))
+    installs = re.findall(r"pip\"? install (.*)", workflows)
+    assert all(words.startswith("--require-hashes -r .github/") for words in installs), installs
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    assert re.findall(r"- repo: (.*)", hooks) == ["local"]
+    tools = re.findall(r"additional_dependencies: \[(.*)\]", hooks)
+    assert len(tools) == hooks.count("language: python")
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", tool) for tool in ", ".join(tools).split(", "))
+
+
+def test_the_page_tells_how_to_verify_what_is_attested() -> None:
+    assert "actions/attest-build-provenance@" in (GITHUB / "workflows" / "wheels.yml").read_text()
+    assert "gh attestation verify torchkiln-" in (ROOT / "docs" / "install.md").read_text()

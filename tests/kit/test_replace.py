@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from pathlib import Path
 
 import pytest
 import torch
@@ -216,13 +217,27 @@ class Counting(nn.Module):
         return x + torch.rand(())
 
 
-def test_the_search_leaves_no_trace() -> None:
-    net = Counting()
+class Writing(Rms):
+    """Its forward writes to a file."""
+
+    path: Path
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.path.touch()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_the_search_leaves_no_trace(dry_run: bool, tmp_path: Path) -> None:
+    net, writing = Counting(), Writing(8)
+    writing.path = tmp_path / "file"
     state = torch.random.get_rng_state()
-    torchkiln.replace(net)
+    report = torchkiln.replace(nn.ModuleList([net, writing]), dry_run=dry_run)
+    assert "Path.touch" in report["1"].reason
     assert torch.equal(torch.random.get_rng_state(), state)
     assert net.calls == 0
     assert net.seen == []
+    assert not writing.path.exists()
 
 
 def test_modules_with_two_names_are_replaced_once() -> None:

@@ -315,7 +315,7 @@ BROKEN: list[Row] = [
     ("calls_from_several_threads", SharedScratch.apply, torch.float32, "thread .* bitwise equal"),
     ("no_recompilation_storm", unrolled, torch.float32, "5 sizes took 5 graphs"),
     ("compile_policy", stays_an_op, torch.float32, "the graph has .*torchkiln.add"),
-    ("no_memory_growth", leaks, torch.float32, "1000 calls kept .* bytes of the C library"),
+    ("no_memory_growth", leaks, torch.float32, "9000 calls kept .* bytes of the C library"),
     ("subclasses", drops_the_subclass, torch.float32, "expected <class"),
     ("bad_input", vague, torch.float32, "expected RuntimeError matching"),
 ]

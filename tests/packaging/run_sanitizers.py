@@ -34,7 +34,20 @@ TOOLS: dict[str, tuple[tuple[str, ...], str]] = {
     "initcheck": ((), ""),
     "synccheck": (OURS, ""),
 }
-PYTEST = (sys.executable, "-m", "pytest", "tests/contract/test_contract.py", "-q")
+# Runs pytest and ends the process with its status. At the interpreter's own end, autograd's thread,
+# which a tool slows down, may still release a tensor: it would call std::terminate.
+PROGRAM = """
+import os, sys
+import pytest, torch
+status = pytest.main()
+if torch.cuda.is_initialized():
+    torch.cuda.synchronize()
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(status)
+"""
+PYTEST = (sys.executable, "-c", PROGRAM)
+CONTRACT = (*PYTEST, "tests/contract/test_contract.py", "-q", "-p", "no:cacheprovider", "-n", "0")
 
 
 def run(*command: str, **environment: str) -> None:
@@ -54,8 +67,8 @@ def on_the_cpu(arguments: Sequence[str]) -> None:
     for instructions, checks in ON_THE_CPU.items():
         run(
             # A sanitizer reports on stderr and ends the process; pytest must not capture that.
-            *(*PYTEST, "-p", "no:cacheprovider", "--capture=sys", "-n", "0"),
-            *("-m", "not slow and not large and not cuda", "-k", checks, *arguments),
+            *(*CONTRACT, "--capture=sys", "-m", "not slow and not large and not cuda"),
+            *("-k", checks, *arguments),
             LD_PRELOAD=preload,
             ASAN_OPTIONS="detect_leaks=0",  # CPython never frees what it allocates once
             UBSAN_OPTIONS="print_stacktrace=1",
@@ -66,9 +79,8 @@ def on_the_cpu(arguments: Sequence[str]) -> None:
 def on_the_gpu(arguments: Sequence[str]) -> None:
     for tool, (kernels, left_out) in TOOLS.items():
         run(
-            *("compute-sanitizer", f"--tool={tool}", "--error-exitcode=86", *kernels, *PYTEST),
-            *("-p", "no:cacheprovider", "-n", "0", "-m", "cuda and not slow and not large"),
-            *("-k", ON_THE_GPU + left_out, *arguments),
+            *("compute-sanitizer", f"--tool={tool}", "--error-exitcode=86", *kernels, *CONTRACT),
+            *("-m", "cuda and not slow and not large", "-k", ON_THE_GPU + left_out, *arguments),
             PYTORCH_NO_CUDA_MEMORY_CACHING="1",
         )
 

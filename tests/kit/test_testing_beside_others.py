@@ -1,0 +1,93 @@
+"""Checks of memory and waits hold beside what else runs in the process and on the machine."""
+
+from __future__ import annotations
+
+from itertools import chain, count, repeat
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from torchkiln.testing.contract import CHECKS, bad_input, cuda, state
+from torchkiln.testing.specs.pointwise import ADD
+
+OBJECTS, BYTES, ON_GPU = "Python objects", "bytes of the C library", "bytes on cuda:0"
+NOTHING = {OBJECTS: 0, BYTES: 0, ON_GPU: 0}
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
+    """What each try seems to keep."""
+    tries: list[dict[str, int]] = []
+
+    def readings() -> Any:
+        yield NOTHING
+        for one in tries:
+            yield from (NOTHING, NOTHING | one)
+
+    reading = readings()
+    monkeypatch.setattr(state, "in_use", lambda _: next(reading))
+    monkeypatch.setattr(state, "forward_and_backward", lambda *_: ())
+    return tries
+
+
+def check(name: str) -> None:
+    CHECKS[name].run(ADD, torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize(
+    "tries",
+    [
+        [{BYTES: 64_512}, {BYTES: 64_512}, {BYTES: 64_512}],
+        [{OBJECTS: 900}, {ON_GPU: 512}, {BYTES: 1 << 20}],
+        [{ON_GPU: 512, BYTES: 1 << 20}, {ON_GPU: 512}, {BYTES: 1 << 20}],
+        [{OBJECTS: 500, BYTES: 16_000}],
+    ],
+    ids=["a cache", "one kind a try", "no kind in all tries", "what is allowed"],
+)
+def test_what_is_no_leak(kept: list[dict[str, int]], tries: list[dict[str, int]]) -> None:
+    kept += tries
+    check("no_memory_growth")
+
+
+@pytest.mark.parametrize(
+    ("kind", "a_call"), [(OBJECTS, 1), (BYTES, 32), (ON_GPU, 512)], ids=["object", "bytes", "GPU"]
+)
+def test_a_leak_of_each_call(kept: list[dict[str, int]], kind: str, a_call: int) -> None:
+    kept += [{kind: calls * a_call} for calls in (1000, 3000, 9000)]
+    with pytest.raises(AssertionError, match=rf"9000 calls kept {9000 * a_call} {kind}$"):
+        check("no_memory_growth")
+
+
+@pytest.mark.parametrize("name", ["side_stream", "no_synchronisation"])
+@pytest.mark.parametrize("late", [0, 1, 2, 3])
+def test_a_call_that_waits_does_so_in_each_try(
+    name: str, late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first tries, or all, return after the delay: a busy host is no reason to report it."""
+    answers = chain([True] * late, repeat(False))
+    event = MagicMock()
+    event.return_value.query = lambda: next(answers)
+    for part in ("Event", "Stream", "stream", "current_stream", "synchronize", "_sleep"):
+        monkeypatch.setattr(torch.cuda, part, event if part == "Event" else MagicMock())
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", MagicMock())
+    assert len(cuda.DELAYS) == 3
+    if late < 3:
+        check(name)
+    else:
+        with pytest.raises(AssertionError, match="the call waited for the"):
+            check(name)
+
+
+@pytest.mark.parametrize("step", [-512, 512])
+def test_memory_may_be_released_during_a_refused_call(
+    step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings = count(1 << 30, step)
+    monkeypatch.setattr(bad_input, "allocated", lambda _: next(readings))
+    if step < 0:
+        check("bad_input")
+    else:
+        with pytest.raises(AssertionError, match="the refused call changed something"):
+            check("bad_input")
