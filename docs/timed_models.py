@@ -103,6 +103,7 @@ def model(
     config: str,
     batch: tuple[int, int],
     takes: str = "tokens",
+    /,
     **options: Any,
 ) -> Model:
     """A model with the options of its configuration."""

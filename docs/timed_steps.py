@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import torchkiln
 from torchkiln.bench.clock import synchronize
+from torchkiln.patch import Report
 
 STEPS, WARM = 12, 2
 LENGTHS, SHORTEST, LONGEST = 60, 64, 4096
@@ -38,7 +39,7 @@ def route_attention(model: nn.Module) -> None:
         raise Skip(why_library(report))
 
 
-def why_library(report: torchkiln.Report) -> str:
+def why_library(report: Report) -> str:
     """The reason why attention is not routed."""
     reasons = {row.reason for row in report.rows if row.kind == "attention" and row.reason}
     return f"attention is the library's: {', '.join(reasons) or 'it makes no masks'}"
@@ -201,7 +202,7 @@ def graphed(model: nn.Module, given: dict[str, Tensor]) -> tuple[nn.Module, floa
     call, batch = Loss(model, tuple(given)), tuple(given.values())
     other = tuple(x.flip(-1) for x in batch)
     expected = gradients(call, other)
-    made_call: nn.Module = torch.cuda.make_graphed_callables(call, batch)
+    made_call: Any = torch.cuda.make_graphed_callables(call, batch)
     pairs = zip(gradients(made_call, other), expected, strict=True)
     return made_call, max(((a - b).norm() / b.norm().clamp_min(1e-30)).item() for a, b in pairs)
 

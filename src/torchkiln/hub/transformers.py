@@ -1,0 +1,51 @@
+"""``torchkiln.replace`` as a callback of Hugging Face's ``Trainer``."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from transformers import TrainerCallback
+
+from torchkiln.patch import Report, replace
+
+
+class ReplaceCallback(TrainerCallback):
+    """Replaces modules of the model as soon as the trainer is made, before FSDP and compilation.
+
+    Pass it in ``callbacks``. With ``model_init``, or if it is added to a trainer later, the model
+    is replaced when training begins; a model that is sharded by then raises a RuntimeError.
+
+    Args:
+        options: those of :func:`torchkiln.replace`, such as ``skip``.
+    """
+
+    report: Report | None = None
+    """What was replaced in the last model."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+    def on_init_end(self, *_: Any, model: nn.Module | None = None, **__: Any) -> None:
+        """Replaces modules of the model, if the trainer has one and has not replaced it yet."""
+        if model is None or (self.report is not None and self.report.model is model):
+            return
+        self.report = replace(model, **self.options)
+        logging.getLogger(__name__).info("%s", self.report)
+
+    def on_train_begin(self, *_: Any, model: nn.Module | None = None, **__: Any) -> None:
+        """Replaces modules of a model that the trainer did not have before."""
+        is_new = self.report is None or self.report.model is not model
+        if model is not None and is_new and any(map(is_sharded, model.modules())):
+            raise RuntimeError(
+                "torchkiln.hub.transformers.ReplaceCallback: model: got a model that FSDP has "
+                "sharded, expected one that is not; pass the callback to the Trainer"
+            )
+        self.on_init_end(model=model)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP wraps the module."""
+    return isinstance(module, FSDPModule | FullyShardedDataParallel)
