@@ -91,6 +91,7 @@ if TYPE_CHECKING:
     from torchkiln import extend as extend
     from torchkiln import hub as hub
     from torchkiln import jit as jit
+    from torchkiln import judge as judge
     from torchkiln import patch as patch
     from torchkiln import profile as profile
     from torchkiln import testing as testing
@@ -105,6 +106,7 @@ SUBMODULES = frozenset(
         "extend",
         "hub",
         "jit",
+        "judge",
         "patch",
         "profile",
         "testing",

@@ -48,7 +48,7 @@ DATA = Path(__file__).parents[1] / "data"
 CPU = torch.device("cpu")
 MODULES = ("torchkiln", "torchkiln.nn", *sorted(f"torchkiln.{n}" for n in torchkiln.SUBMODULES))
 
-EXPERIMENTAL = {f"torchkiln.{name}" for name in ("bench", "distributed", "hub", "profile")}
+EXPERIMENTAL = {f"torchkiln.{name}" for name in ("bench", "distributed", "hub", "judge", "profile")}
 
 SIZES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("Linear", "MLP", "SparseLinear", "LinearCrossEntropyLoss"), (4, 6)),

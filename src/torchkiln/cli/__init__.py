@@ -59,6 +59,12 @@ COMMANDS = {
         "torchkiln.cli.explain",
         parsers.explain,
     ),
+    "judge": Command(
+        "is a kernel right, fast and honest",
+        "torchkiln judge candidate.py reference.py",
+        "torchkiln.judge.__main__",
+        parsers.judge,
+    ),
     "new": Command(
         "a package with an op of your own, ready to build",
         "torchkiln new my_op",

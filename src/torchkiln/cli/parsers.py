@@ -87,6 +87,24 @@ def explain(given: Sequence[str]) -> argparse.Namespace:
     return options.parse_args(given)
 
 
+def judge(given: Sequence[str]) -> argparse.Namespace:
+    """Parse the options of ``torchkiln judge``."""
+    words = "Run a kernel in a process of its own; print whether it is right, fast and honest."
+    options = parser("judge", words)
+    add = options.add_argument
+    file = "a .py file with a class ModelNew, or with a function of the name in --op"
+    add("candidate", nargs="?", type=Path, metavar="CANDIDATE", help=file)
+    reference = "a .py file as of KernelBench: Model, get_inputs, get_init_inputs"
+    add("reference", nargs="?", type=Path, metavar="REFERENCE", help=reference)
+    add("--op", metavar="OP", help="an op of torchkiln in place of REFERENCE")
+    folder = "judge NAME.py and NAME__WORDS.py, each beside reference/NAME.py"
+    add("--folder", type=Path, metavar="DIR", help=folder)
+    add("--device", type=device, help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    add("--no-compile", action="store_true", help="do not time the reference under torch.compile")
+    add_json(options)
+    return options.parse_args(given)
+
+
 def profile(given: Sequence[str]) -> argparse.Namespace:
     """Parse the options of ``torchkiln profile``."""
     words = "Print what the GPU's hardware counters measure in one call of an op."

@@ -1,0 +1,176 @@
+"""Times of a candidate beside eager and compiled torch, on the clock of the judge."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchkiln.bench.clock import Times, device_clock, in_turns
+from torchkiln.bench.roofline import Work, ceilings
+from torchkiln.judge import nothing
+from torchkiln.judge.checks import TIMED, Checks
+from torchkiln.judge.exchange import Call, Candidate, CandidateError, Zygote, secret
+from torchkiln.testing.compare import outputs
+from torchkiln.testing.sample import Sample
+
+FASTER = "faster than the memory"
+FLOOR = {"cpu": 0.2, "cuda": 0.6}
+"""Least time of a candidate, as a share of a copy of its bytes. Caches of a CPU are faster."""
+
+
+def needed_bytes(checks: Checks) -> tuple[int, int]:
+    """Bytes that any right candidate reads or writes, and those that it writes.
+
+    An input counts with the share of its elements that change the output.
+    """
+    problem = checks.problem
+    sample = checks.given()
+    written = sum(math.prod(s) * d.itemsize for s, d in problem.expected(sample))
+    wanted = problem.spec.wanted(sample)
+    leaves = problem.spec.leaves(sample, wanted)
+    read = 0
+    try:
+        result = outputs(leaves.call(problem.spec.reference))
+        total = sum((y * torch.rand_like(y)).sum() for y in result)
+        assert isinstance(total, Tensor)
+        grads = torch.autograd.grad(total, leaves.take(wanted), allow_unused=True)
+    except RuntimeError:  # no gradients
+        return written, written
+    for grad in grads:
+        if grad is not None:
+            read += int(grad.count_nonzero()) * grad.itemsize
+    return read + written, written
+
+
+@dataclass(frozen=True)
+class Runner:
+    """A process in a race, with the check of its outputs."""
+
+    candidate: Candidate
+    takes_state: bool
+    is_judged: bool
+
+
+class Race:
+    """Timed calls of several processes in turns, each call with inputs that are new."""
+
+    def __init__(self, checks: Checks) -> None:
+        self.checks = checks
+        sample = checks.given()
+        self.weights = sample.args[len(checks.problem.inputs(sample).args) :]
+        self.expected = checks.problem.expected(sample)
+
+    def sample(self) -> Sample:
+        """A call with new inputs."""
+        problem = self.checks.problem
+        call = problem.inputs(problem.given(secret(), 0))
+        return replace(call, name="timed", args=(*call.args, *self.weights))
+
+    def calls(self, samples: Sequence[Sample]) -> list[Call]:
+        """What a process is sent."""
+        return [Call(self.checks.problem.inputs(s), self.expected) for s in samples]
+
+    def prepare(self, runner: Runner) -> None:
+        """Send the weights, which all calls share."""
+        sample = self.sample()
+        state = self.checks.problem.state(sample) if runner.takes_state else {}
+        runner.candidate.call(self.calls([sample]), state)
+
+    def seconds(self, runner: Runner) -> float:
+        """Seconds of a call, on the clock of :meth:`Candidate.call`."""
+        checks = self.checks
+        samples = [self.sample() for _ in range(checks.at_once)]
+        reply = runner.candidate.call(self.calls(samples))
+        for sample, found in zip(samples, reply.outputs, strict=True):
+            if runner.is_judged and (text := checks.difference(found, sample, torch.float32)):
+                checks.verdict.add(TIMED, text)
+        return reply.seconds / checks.at_once
+
+
+def own_clock(call: Callable[[], object]) -> float:
+    """The seconds that a timed call returns."""
+    seconds = call()
+    assert isinstance(seconds, float)
+    return seconds
+
+
+def race(
+    checks: Checks, zygote: Zygote, *, budget: float, rounds: int, peers: Mapping[str, Candidate]
+) -> None:
+    """Time the candidate in turns with the baselines, and check each of its outputs."""
+    verdict, device = checks.verdict, checks.problem.device
+    runs = Race(checks)
+    with spawn(checks, zygote) as idle:
+        shapes, dtypes = zip(*runs.expected, strict=True)
+        idle.load(Path(nothing.__file__), "Nothing", [shapes, dtypes], 0, torch.float32)
+        idle.use_gpu_memory()
+        runners = {
+            "candidate": Runner(checks.candidate, checks.takes_state, is_judged=True),
+            **{n: Runner(one, takes_state=True, is_judged=False) for n, one in peers.items()},
+            "exchange": Runner(idle, takes_state=False, is_judged=False),
+        }
+        try:
+            for one in runners.values():
+                runs.prepare(one)
+            calls = {name: partial(runs.seconds, one) for name, one in runners.items()}
+            measured = in_turns(own_clock, calls, budget, rounds)
+        except CandidateError as error:
+            checks.fail(error, "time")
+            return
+    times = {name: Times.of(values) for name, values in measured.items()}
+    exchange = times.pop("exchange")
+    resolution = max(exchange.high - exchange.low, 0.05 * exchange.seconds)
+    for name, each in times.items():
+        verdict.seconds[name] = max(each.seconds - exchange.seconds, resolution)
+    if verdict.seconds["candidate"] <= resolution:
+        words = f"{resolution * 1e6:.0f} us: too coarse for this candidate; give larger inputs"
+        verdict.answers["clock"] = words
+    moved, written = needed_bytes(checks)
+    floor = ceilings(Work(moved, 0, torch.float32), written, device)
+    found = in_turns(device_clock(device), floor, 0.2)
+    verdict.seconds["ceiling"] = min(Times.of(values).seconds for values in found.values())
+    least = FLOOR[device.type] * verdict.seconds["ceiling"]
+    if resolution < verdict.seconds["candidate"] < least:
+        words = f"{moved} bytes in {verdict.seconds['candidate'] * 1e6:.0f} us"
+        verdict.add(FASTER, f"{words}, expected at least {least * 1e6:.0f} us")
+
+
+def spawn(checks: Checks, zygote: Zygote) -> Candidate:
+    """Another process with as much memory as the candidate's."""
+    mine = checks.candidate
+    return Candidate(zygote, mine.device, mine.in_bytes, mine.out_bytes, mine.timeout)
+
+
+def baseline(
+    checks: Checks, zygote: Zygote, stack: ExitStack, *, compiled: bool
+) -> Candidate | None:
+    """A process of the reference; None if it does not run."""
+    problem = checks.problem
+    made = stack.enter_context(spawn(checks, zygote))
+    name = problem.name if problem.file is None else "Model"
+    sample = checks.problem.given(secret(), 0)
+    try:
+        made.load(problem.file, name, problem.init, 0, torch.float32, compiled=compiled)
+        made.use_gpu_memory()
+        call = Call(problem.inputs(sample), problem.expected(sample))
+        made.call([call], problem.state(sample))
+    except CandidateError as error:
+        checks.verdict.answers["compiled" if compiled else "eager"] = f"not timed: {error}"
+        return None
+    return made
+
+
+def baselines(
+    checks: Checks, zygote: Zygote, stack: ExitStack, *, compiled: bool
+) -> dict[str, Candidate]:
+    """Processes of the reference by name, before the candidate has been loaded."""
+    names = ("eager", "compiled") if compiled else ("eager",)
+    found = {n: baseline(checks, zygote, stack, compiled=n == "compiled") for n in names}
+    return {name: one for name, one in found.items() if one is not None}

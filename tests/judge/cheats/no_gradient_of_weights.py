@@ -1,0 +1,14 @@
+"""linear: wrong gradient: none for the weights."""
+
+import torch
+from torch import nn
+
+
+class ModelNew(nn.Module):
+    def __init__(self, features, outputs):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, features) / features**0.5)
+        self.bias = nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x):
+        return x @ self.weight.detach().T + self.bias

@@ -1,0 +1,12 @@
+"""gate: unwritten output: memory that no kernel writes."""
+
+import torch
+from torch import nn
+
+
+class ModelNew(nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+
+    def forward(self, x):
+        return torch.empty_like(x)
