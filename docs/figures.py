@@ -1,6 +1,7 @@
 """Writes what is generated in README.md and docs/: tables of measurements, of ops, pictures.
 
-The runs are docs/results/NAME.json, written by `torchkiln bench --json`. Pages have these blocks:
+The runs are docs/results/NAME.json, written by `torchkiln bench --json`, and NAME_fuzz.jsonl, the
+fuzz_summary.jsonl of `torchkiln bench --fuzz --out`. Pages have these blocks:
 
     <!-- results:NAME -->           large calls of a run, and its pictures
     <!-- results:NAME add relu -->  large calls of these ops beside their peers
@@ -18,7 +19,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -26,7 +26,7 @@ from pathlib import Path
 import op_reference
 
 from torchkiln.bench import Measurement, Record
-from torchkiln.bench.fuzz import read as read_random
+from torchkiln.bench.fuzz import Summary
 from torchkiln.bench.report import duration, size, skips
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -172,19 +172,18 @@ def random_calls(results: Path, count: int = 10) -> str:
     """The random calls that lose most to eager torch, and how many do."""
     lines: list[str] = []
     for path in sorted(results.glob("*_fuzz.jsonl")):
-        machine, calls = read_random(path)
-        slower = sorted((one for one in calls if one.is_slower), key=lambda one: one.speedup)
-        middle = statistics.median(one.speedup for one in calls)
-        share = f"{len(slower):,} ({len(slower) / len(calls):.1%})"
+        run = Summary.read(path)
+        machine, total = run.environment, run.total
+        share = f"{total.slower:,} ({total.slower / total.calls:.1%})"
         lines += [
             f"{machine['device']}, torch {machine['torch']}, [{path.name}](results/{path.name}):",
-            f"{share} of {len(calls):,} calls take over 5 % and 1 us longer than in eager torch.",
-            f"Half of the calls are at least {middle:.2f} times as fast as there.",
+            f"{share} of {total.calls:,} calls take over 5 % and 1 us longer than in eager torch.",
+            f"Half of the calls are at least {total.median:.2f} times as fast as there.",
             "",
             "| times as fast | ours | torch | direction | call |",
             "|---:|---:|---:|---|---|",
         ]
-        for one in slower[:count]:
+        for one in run.slower[:count]:
             ours, theirs = min(one.pairs, key=lambda pair: pair[1] / pair[0])
             cells = f"{one.speedup:.2f}", duration(ours), duration(theirs), one.direction
             lines.append(f"| {' | '.join(cells)} | `{one.call}` |")

@@ -103,6 +103,8 @@ def test_a_slow_op_is_found_and_a_run_goes_on(
     assert command.main(["--fuzz", "3", *options]) == 1
     assert file.read_text().startswith(written)  # the first two are not measured again
     assert file.read_text().count("\n") == 4
+    summary = fuzz.Summary.read(tmp_path / "fuzz_summary.jsonl")
+    assert (summary.total.calls, summary.total.slower, len(summary.slower)) == (3, 3, 3)
     first, *rest = file.read_text().splitlines()
     file.write_text("\n".join([first.replace('"torch": "', '"torch": "9.'), *rest]))
     assert command.main(["--fuzz", "3", *options]) == 2

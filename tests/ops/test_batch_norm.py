@@ -348,20 +348,6 @@ def test_explain_names_the_kernels_and_the_copies(device: torch.device) -> None:
     assert "copied: residual has strides" in words
 
 
-def test_vmap_and_grad_use_torchs_ops(device: torch.device) -> None:
-    x = drawn(device, 2, 5, 3, 4)
-    weight, bias, *_ = vectors(device, 3)
-
-    def layer(x: Tensor) -> Tensor:
-        return bn_act(x, weight, bias, training=True)
-
-    torch.testing.assert_close(torch.func.vmap(layer)(x), torch.stack([layer(each) for each in x]))
-    grad = torch.func.grad(lambda x: layer(x).square().sum())(x[0])
-    leaf = x[0].clone().requires_grad_()
-    (expected,) = torch.autograd.grad(layer(leaf).square().sum(), leaf)
-    torch.testing.assert_close(grad, expected, atol=1e-4, rtol=1e-4)
-
-
 def test_saved_tensors_in_another_layout(device: torch.device) -> None:
     """As from torch.autograd.graph.save_on_cpu with pinned memory, which is contiguous."""
     made = [torch.randn(4, 8, 5, 6, device=device).double() for _ in range(3)]

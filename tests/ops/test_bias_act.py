@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -234,28 +233,6 @@ def test_every_activation_is_the_op_of_its_name(device: torch.device, act: Activ
     bias = torch.randn(129, device=device)
     expected = x + bias if act == "none" else getattr(torchkiln, act)(x + bias)
     torch.testing.assert_close(torchkiln.bias_act(x, bias, act=act), expected)
-
-
-def test_a_graph_keeps_the_op(traced: Callable[..., set[str]]) -> None:
-    """A graph contains the op, which is faster than Inductor's code for the composite."""
-    found = traced(torchkiln.bias_act, torch.ones(2, 3), torch.ones(3))
-    assert found == {"torchkiln.bias_act.default"}
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_threads(count: int) -> None:
-    """No number of threads leaves rows out or adds them twice."""
-    rows, columns = 1031, 257
-    x = torch.randint(-2, 3, (rows, columns)).float().requires_grad_()
-    bias = torch.randint(-2, 3, (columns,)).float().requires_grad_()
-    grad = torch.randint(-3, 4, (rows, columns)).float()
-    with threads(count):
-        output = torchkiln.bias_act(x, bias, scale=2.0)
-        output.backward(grad)
-    mask = (x * 2 + bias) > 0
-    assert torch.equal(output, torch.relu(x * 2 + bias))
-    assert torch.equal(gradient(x), grad * mask * 2)
-    assert torch.equal(gradient(bias), (grad * mask).sum(0))
 
 
 @every_dtype

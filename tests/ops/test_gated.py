@@ -34,15 +34,6 @@ def test_packed_is_two(device: torch.device, spec: OpSpec, shape: tuple[int, ...
 
 
 @every_op
-def test_packed_may_have_any_strides(device: torch.device, spec: OpSpec) -> None:
-    wide = torch.randn(7, 23, device=device)
-    for packed in (wide[:, 3:17], wide.t()[:22].t(), wide[:, :1].expand(7, 10), wide[::2, :8]):
-        expected = spec.op(packed.contiguous())
-        assert torch.equal(spec.op(packed), expected)
-        assert spec.op(packed).is_contiguous()
-
-
-@every_op
 def test_gate_and_up_may_be_one_tensor(device: torch.device, spec: OpSpec) -> None:
     x = torch.randn(5, 6, device=device, dtype=torch.float64, requires_grad=True)
     expected = spec.composite(x, x)

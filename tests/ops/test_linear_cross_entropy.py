@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -282,21 +281,6 @@ def test_all_rows_ignored(device: torch.device, dtype: torch.dtype) -> None:
                 assert (found == 0).all()
 
 
-def test_second_gradients(device: torch.device) -> None:
-    reductions: tuple[Reduction, ...] = ("none", "mean")
-    for reduction in reductions:
-        x, weight, target, bias = layer(device, torch.float64, 4, features=3, classes=5)
-
-        def loss(
-            x: Tensor, weight: Tensor, bias: Tensor, t: Tensor = target, r: Reduction = reduction
-        ) -> Tensor:
-            return torchkiln.linear_cross_entropy(
-                x, weight, t, linear_bias=bias, reduction=r, softcap=2.0
-            )
-
-        assert torch.autograd.gradgradcheck(loss, (x, weight, bias))
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name)
 def test_autocast(device: torch.device, dtype: torch.dtype) -> None:
     """x and weight are cast, a float32 bias is not; the loss is float32 unless dtype is given."""
@@ -317,28 +301,6 @@ def test_autocast(device: torch.device, dtype: torch.dtype) -> None:
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == torch.float32
         assert torch.equal(one, other.float())
-
-
-def test_vmap_of_a_batch(device: torch.device) -> None:
-    x, weight, target, bias = layer(device, torch.float32, 12)
-
-    def call(x: Tensor, target: Tensor) -> Tensor:
-        return torchkiln.linear_cross_entropy(x, weight, target, linear_bias=bias)
-
-    found = torch.func.vmap(call)(x.reshape(3, 4, 8), target.reshape(3, 4))
-    for i, one in enumerate(found):
-        part = slice(4 * i, 4 * i + 4)
-        torch.testing.assert_close(one, call(x[part], target[part]))
-
-
-def test_it_stays_an_op_when_compiled(traced: Callable[..., set[str]]) -> None:
-    found = traced(
-        torchkiln.linear_cross_entropy,
-        torch.randn(3, 4),
-        torch.randn(5, 4),
-        torch.tensor([0, 3, 1]),
-    )
-    assert found == {"torchkiln.linear_cross_entropy.default"}
 
 
 def test_class_weights_that_require_a_gradient() -> None:

@@ -145,15 +145,6 @@ def test_the_number_of_threads_does_not_matter() -> None:
     torch.testing.assert_close(*results)
 
 
-def test_opcheck(device: torch.device) -> None:
-    x, weight, bias, target = (each[:20] if len(each) == ROWS else each for each in some(device))
-    op = torch.ops.torchkiln._linear_cross_entropy_with_metrics.default
-    leaves = [each.detach().requires_grad_() for each in (x, weight, bias)]
-    for options in ({"accuracy": True}, {"z_loss": 0.1, "reduction": "none"}):
-        given = {"linear_bias": leaves[2], **options}
-        torch.library.opcheck(op, (*leaves[:2], target), given)
-
-
 def test_module(device: torch.device) -> None:
     x, _, _, target = some(device)
     module = torchkiln.nn.LinearCrossEntropyLoss(

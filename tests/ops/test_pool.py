@@ -181,14 +181,6 @@ def test_saved_tensors_in_another_layout() -> None:
 
 
 @pytest.mark.cuda
-def test_the_op_passes_opcheck() -> None:
-    x = images(2, 8, 6, 6, dtype=torch.float32).requires_grad_()
-    weight, bias, mean = vectors(8, 3)
-    rest = "relu", *SETTINGS, (3, 3), (2, 2), (1, 1)
-    torch.library.opcheck(ops._bn_act_pool.default, (x, weight, bias, mean, mean.abs(), *rest))
-
-
-@pytest.mark.cuda
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_module_call_takes_the_kernel(*, compiled: bool) -> None:
     norm, pool = nn.BatchNorm2d(16).cuda(), nn.MaxPool2d(3, 2, 1)

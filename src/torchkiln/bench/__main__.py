@@ -148,7 +148,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def run_fuzz(options: argparse.Namespace) -> int:
-    """Time random calls; in the folder of ``--out`` is a file that a later run continues."""
+    """Time random calls; ``--out`` gets their file, which a later run continues, and a summary."""
     file = options.out and options.out / "fuzz.jsonl"
     try:
         bench_parser.require_outputs(options)

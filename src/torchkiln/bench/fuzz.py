@@ -8,8 +8,9 @@ compared in the same way.
 from __future__ import annotations
 
 import json
+import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -85,6 +86,64 @@ class Timed:
         return f"{self.speedup:.2f} x  {times}  {self.direction}  {self.call}"
 
 
+@dataclass(frozen=True)
+class Count:
+    """The number of calls of an op in one direction, of the slower ones, and their speed-up."""
+
+    op: str
+    direction: str
+    calls: int
+    slower: int
+    median: float
+    """Median of the speed-ups."""
+
+    @classmethod
+    def of(cls, calls: Sequence[Timed], op: str = "", direction: str = "") -> Count:
+        """Count calls."""
+        median = statistics.median(one.speedup for one in calls)
+        slower = sum(one.is_slower for one in calls)
+        return cls(op, direction, len(calls), slower, round(median, 3))
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The counts of a run and its slower calls: what a published file has of it."""
+
+    environment: dict[str, Any]
+    total: Count
+    counts: list[Count]
+    slower: list[Timed]
+    """Worst first."""
+
+    @classmethod
+    def of(cls, environment: dict[str, Any], calls: Iterable[Timed]) -> Summary:
+        """Summarise the calls of a run."""
+        found: dict[tuple[str, str], list[Timed]] = {}
+        for one in sorted(calls, key=lambda one: (one.op, one.direction)):
+            found.setdefault((one.op, one.direction), []).append(one)
+        every = [one for ones in found.values() for one in ones]
+        counts = [Count.of(ones, *name) for name, ones in found.items()]
+        return cls(environment, Count.of(every), counts, worst_first(every))
+
+    @classmethod
+    def read(cls, file: Path) -> Summary:
+        """Read what :meth:`write` wrote."""
+        first, total, *lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+        counts = [Count(**line) for line in lines if "calls" in line]
+        slower = [Timed(**line) for line in lines if "calls" not in line]
+        return cls(first, Count(**total), counts, slower)
+
+    def write(self, file: Path) -> None:
+        """Write a line each for the machine, the totals, an op in a direction, a slower call."""
+        lines = [self.environment, *map(asdict, (self.total, *self.counts, *self.slower))]
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def worst_first(calls: Iterable[Timed]) -> list[Timed]:
+    """The slower calls of these."""
+    return sorted((one for one in calls if one.is_slower), key=lambda one: one.speedup)
+
+
 def loses(ours: float, theirs: float) -> bool:
     """Whether a time is longer than allowed."""
     return ours > theirs / LEAST + SLACK
@@ -156,7 +215,7 @@ class Run(Report):
     @property
     def slower(self) -> list[Timed]:
         """The slower calls, worst first."""
-        return sorted((one for one in self.timed if one.is_slower), key=lambda one: one.speedup)
+        return worst_first(self.timed)
 
     def as_dict(self) -> dict[str, Any]:
         """All calls, in types of JSON."""
@@ -191,7 +250,10 @@ def fuzz(
     seconds: float | None = None,
     file: Path | None = None,
 ) -> Run:
-    """Time random calls; calls that are in ``file`` are read, other calls are added to it."""
+    """Time random calls; calls that are in ``file`` are read, other calls are added to it.
+
+    The summary of the run is written beside ``file``.
+    """
     done = opened(file, device) if file is not None else {}
     run = Run(environment(device))
     start = time.perf_counter()
@@ -210,6 +272,9 @@ def fuzz(
             run.timed.append(one)
     except KeyboardInterrupt:
         run.is_whole = False
+    if file is not None and run.timed:
+        machine, _ = read(file)
+        Summary.of(machine, run.timed).write(file.with_stem(f"{file.stem}_summary"))
     return run
 
 
