@@ -9,6 +9,7 @@ __all__ = [
     "BuildInfo",
     "Device",
     "Gate",
+    "Head",
     "Kind",
     "Reduction",
     "Rounding",
@@ -57,6 +58,9 @@ Kind: TypeAlias = Literal[
     "registered",
 ]
 """Kinds of replacements, as for ``torchkiln.replace``."""
+
+Head: TypeAlias = bool | Literal["loss"]
+"""Whether ``torchkiln.replace`` computes losses without logits, as for its ``head``."""
 
 Device: TypeAlias = torch.device | str | int
 """A device as torch's functions take it."""

@@ -21,10 +21,12 @@ from torchkiln.patch.probe import first_dtype
 from torchkiln.patch.registry import Registry
 from torchkiln.patch.report import Replacement, Report
 from torchkiln.patch.search import Search, replaced_before
+from torchkiln.patch.source.heads import Head as OfHead
+from torchkiln.patch.source.heads import find as find_heads
 from torchkiln.patch.source.rewritten import Rewrites
 from torchkiln.patch.source.rotary import Rotary
 from torchkiln.patch.source.rotary import find as find_rotary
-from torchkiln.typing import Kind
+from torchkiln.typing import Head, Kind
 
 MAKER = "torchkiln.replace"
 
@@ -78,6 +80,7 @@ class Replace:
         only: Iterable[Kind] | Kind | None = None,
         skip: Skip = (),
         exact: bool = False,
+        head: Head = False,
         dry_run: bool = False,
         example: Any = None,
     ) -> Report:
@@ -96,6 +99,7 @@ class Replace:
         - wide linear layers that have a bias, sizes that are no multiples of 8, or the same input
           as other layers;
         - rotary position embeddings of queries and keys;
+        - with ``head``, a linear layer that makes the logits of tokens, together with their loss;
         - losses, as modules and as calls in a forward;
         - batch norms with convolution, residual sum and activation, as by :func:`torchkiln.fuse`;
         - attention of transformers' models, so that causal calls stay causal when compiled;
@@ -110,6 +114,12 @@ class Replace:
             skip: patterns of names to leave alone, or a function of name and module, in this
                 order.
             exact: whether to replace only forwards that are bitwise equal in the module's dtype.
+            head: whether losses of tokens are computed without logits, from the inputs of the
+                layer that would make them, as by :func:`torchkiln.linear_cross_entropy`. In calls
+                with labels, True computes the logits of an output of transformers when they are
+                read, and those in a tuple or dict at the end of the forward. ``"loss"`` returns
+                None for logits in training mode; in evaluation it is like True. Not with
+                ``exact``.
             dry_run: whether to return the report without a change. Forwards of modules still run,
                 with their side effects.
             example: a batch for the model: a tensor, a tuple of arguments, or a dict of keyword
@@ -124,6 +134,13 @@ class Replace:
                 f"{MAKER}: only: got 'batch_norm' with exact=True, expected other kinds: bn_act "
                 "rounds once where torch rounds between the steps; leave exact out"
             )
+        if head not in {False, True, "loss"}:
+            raise ValueError(f"{MAKER}: head: got {head!r}, expected False, True or 'loss'")
+        if exact and head:
+            raise ValueError(
+                f"{MAKER}: head: got {head!r} with exact=True, expected False: "
+                "linear_cross_entropy adds in another order; leave exact out"
+            )
         rows: list[Replacement] = []
         fused: list[tuple[nn.Module, batch_norm.FusedForward]] = []
         if "batch_norm" in kinds and not exact:
@@ -131,10 +148,11 @@ class Replace:
             rows, fused = batch_norm.find_all(model, refusal)
         matches = matched(model, Search(self.registry, exact=exact), rows, skip, kinds)
         plans = [(row, module, match.plan) for row, module, match in matches]
-        if {"residual", "linear", "mlp", "rope", "loss"} & set(kinds):
+        if head or {"residual", "linear", "mlp", "rope", "loss"} & set(kinds):
             free = free_modules(model, rows, skip, {module for module, _ in fused})
             rotary = find_rotary(model, free, exact=exact) if "rope" in kinds else Rotary()
-            plans += rewritten(free, Rewrites(matches, kinds, rotary, exact=exact), rows)
+            heads = found_heads(model, free, skip, rows, head) if head else {}
+            plans += rewritten(free, Rewrites(matches, kinds, rotary, heads, exact=exact), rows)
         candidates = [*made(plans), *with_rows(model, fused, rows)]
         seconds: list[float] = []
         if example is not None:
@@ -233,6 +251,19 @@ def free_modules(
         and name not in known
         and module not in taken
     }
+
+
+def found_heads(
+    model: nn.Module, free: Mapping[str, nn.Module], skip: Skip, rows: list[Replacement], head: Head
+) -> dict[nn.Module, OfHead]:
+    """The modules that make a loss of the logits of a head. Adds the rows of others."""
+    skipped = functools.partial(is_skipped, skip=skip)
+    heads = find_heads(model, free, skipped, loss_only=head == "loss")
+    for name, reason in heads.reasons.items():
+        was = type(model.get_submodule(name)).__name__
+        path = f"{name}.linear_cross_entropy".lstrip(".")
+        rows.append(Replacement(path, was, "head", reason=reason))
+    return heads.found
 
 
 def rewritten(
@@ -348,11 +379,20 @@ def replaced(
     only: Iterable[Kind] | Kind | None = None,
     skip: Skip = (),
     exact: bool = False,
+    head: Head = False,
     dry_run: bool = False,
     example: Any = None,
 ) -> Iterator[Report]:
     """``torchkiln.replace`` with the same arguments, undone at the end of the block."""
-    report = replace(model, only=only, skip=skip, exact=exact, dry_run=dry_run, example=example)
+    report = replace(
+        model,
+        only=only,
+        skip=skip,
+        exact=exact,
+        head=head,
+        dry_run=dry_run,
+        example=example,
+    )
     try:
         yield report
     finally:

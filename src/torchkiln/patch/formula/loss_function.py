@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from torchkiln.ops.cross_entropy import cross_entropy
 from torchkiln.patch.formula.recorder import OpNames
 from torchkiln.patch.formula.watch import Watch
 from torchkiln.patch.probe import numbers
+from torchkiln.patch.source.logits import Logits
 from torchkiln.patch.source.loss_calls import may_call, names_of
 
 CLASSES = 11
@@ -36,13 +38,14 @@ def masked_lm_loss(
             not ``ignore_index``.
         ignore_index: the label of a token without a loss.
     """
-    loss = cross_entropy(
-        logits.reshape(-1, vocab_size),
-        labels.reshape(-1).to(logits.device),
-        ignore_index=ignore_index,
-        reduction="mean" if num_items_in_batch is None else "sum",
-        loss_dtype=torch.float32,
-    )
+    rows: Any = logits.reshape(-1, vocab_size)
+    target = labels.reshape(-1).to(logits.device)
+    options: Any = {"reduction": "mean" if num_items_in_batch is None else "sum"}
+    options["ignore_index"] = ignore_index
+    if isinstance(rows, Logits):
+        loss = F.cross_entropy(rows.float(), target, **options)
+    else:
+        loss = cross_entropy(rows, target, loss_dtype=torch.float32, **options)
     if num_items_in_batch is None:
         return loss
     if isinstance(num_items_in_batch, Tensor):

@@ -13,8 +13,11 @@ from torch import nn
 from torchkiln.patch.source.angles import ANGLES, noted, rewrite_angles
 from torchkiln.patch.source.code import forward_of
 from torchkiln.patch.source.dropout import rewrite_dropouts
+from torchkiln.patch.source.heads import LOSS_FUNCTION, Head, rewrite_head
 from torchkiln.patch.source.layer import LINEAR_ACT, linear_act, rewrite_layers
+from torchkiln.patch.source.logits import LOGITS, logits_of, takes_logits
 from torchkiln.patch.source.loss_calls import LOSS, loss_of, rewrite_losses
+from torchkiln.patch.source.outputs import OUTPUT, output_of
 from torchkiln.patch.source.residual import ADD_NORM, add_norm, rewrite_sums
 from torchkiln.patch.source.rope_calls import ROPE, rewrite_ropes, rope_of
 from torchkiln.patch.source.shared import SHARED, outputs, rewrite_shared
@@ -27,6 +30,9 @@ HELPERS: dict[str, Callable[..., Any]] = {
     LOSS: loss_of,
     ROPE: rope_of,
     ANGLES: noted,
+    LOGITS: logits_of,
+    LOSS_FUNCTION: takes_logits,
+    OUTPUT: output_of,
 }
 """The functions that rewritten source calls."""
 
@@ -41,6 +47,7 @@ class Calls(NamedTuple):
     shared: list[str]
     ropes: int = 0
     angles: str = ""
+    head: tuple[str, ...] = ()
 
 
 class Names(NamedTuple):
@@ -61,19 +68,28 @@ class Names(NamedTuple):
     """Whether rotations are called."""
     angles: bool = False
     """Whether the forward returns cos and sin for rotations."""
+    head: tuple[str, ...] = ()
+    """The :class:`~torchkiln.patch.source.heads.Head`, if a loss is made of its logits."""
 
     @property
     def kinds(self) -> list[str]:
         """The kinds of replacement for which there are enough modules."""
         pairs = self.layers and self.acts
         rotates = self.ropes or self.angles
-        found = {"residual": self.norms, "mlp": pairs, "linear": len(self.wide) > 1}
+        found = {
+            "head": self.head,
+            "residual": self.norms,
+            "mlp": pairs,
+            "linear": len(self.wide) > 1,
+        }
         found |= {"rope": rotates, "loss": self.losses}
         return [kind for kind, has in found.items() if has]
 
 
 def rewrite(node: ast.FunctionDef, function: FunctionType, names: Names) -> Calls:
     """Rewrite the definition of a function."""
+    if names.head:  # first: it reads the source as it was
+        rewrite_head(node, function, Head(*names.head))
     count = rewrite_losses(node, function) if names.losses else 0
     ropes = len(rewrite_ropes(node, function)) if names.ropes else 0
     angles = rewrite_angles(node, function, names.properties) if names.angles else ""
@@ -81,7 +97,7 @@ def rewrite(node: ast.FunctionDef, function: FunctionType, names: Names) -> Call
     dropouts = rewrite_dropouts(node, ADD_NORM, names.dropouts)
     layers = rewrite_layers(node, names.layers, names.acts)
     found = rewrite_shared(node, names.wide, names.quiet, names.properties)
-    return Calls(sums, layers, count, dropouts, found, ropes, angles)
+    return Calls(sums, layers, count, dropouts, found, ropes, angles, names.head)
 
 
 def calls_of(cls: type[nn.Module], names: Names) -> Calls | str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -16,11 +16,19 @@ from torchkiln.patch.report import Replacement
 from torchkiln.patch.source.calls import HELPERS, Calls, Names, calls_of, rewrite
 from torchkiln.patch.source.code import properties, remade
 from torchkiln.patch.source.dropout import is_dropout
+from torchkiln.patch.source.heads import Head
 from torchkiln.patch.source.layer import act_to_be, compared
 from torchkiln.patch.source.loss_calls import may_call
 from torchkiln.patch.source.residual import added, op_of
 from torchkiln.patch.source.rotary import Rotary
 from torchkiln.patch.source.shared import is_sharable
+
+HEAD_CALLS = {
+    "logits": "linear_cross_entropy at {}",
+    "loss": "linear_cross_entropy at {}, without logits",
+    "inner": "logits of {} for linear_cross_entropy",
+}
+"""The calls of a head, by its mode."""
 
 
 @dataclass(frozen=True)
@@ -47,23 +55,29 @@ class Rewritten(Plan):
     """The number of rewritten calls of rotations."""
     angles: str = ""
     """What is known of cos and sin that the forward returns."""
+    head: tuple[str, ...] = ()
+    """The name of a head and its mode, if a loss is made of its logits."""
     function: Callable[..., Any] = field(init=False, repr=False, compare=False)
 
     @property
     def kind(self) -> str:  # type: ignore[override]
         """The kind of the first rewritten call."""
         rotates = self.ropes or self.angles
-        kinds = {"residual": self.norms, "mlp": self.layers, "rope": rotates, "loss": self.losses}
+        kinds: dict[str, Any] = {"head": self.head}
+        kinds |= {"residual": self.norms, "mlp": self.layers, "rope": rotates, "loss": self.losses}
         return next((kind for kind, calls in kinds.items() if calls), "linear")
 
     @property
     def is_timed(self) -> bool:  # type: ignore[override]
-        """Not with rotations: cos and sin of another call are not known to be from the model."""
-        return not (self.ropes or self.angles)
+        """Not with rotations: cos and sin of another call are not known to be from the model.
+
+        Nor with a head: it saves memory.
+        """
+        return not (self.ropes or self.angles or self.head)
 
     def class_name(self, original: type[nn.Module]) -> str:
         """A forward with a loss keeps its class name: libraries save the name of a model."""
-        return original.__name__ if self.losses else super().class_name(original)
+        return original.__name__ if self.losses or self.head else super().class_name(original)
 
     def __post_init__(self) -> None:
         made = remade(
@@ -85,6 +99,7 @@ class Rewritten(Plan):
             bool(self.losses),
             bool(self.ropes),
             bool(self.angles),
+            self.head,
         )
 
     def method(self, _: type[nn.Module]) -> Callable[..., Any]:
@@ -99,6 +114,9 @@ class Rewritten(Plan):
             calls.append(f"one sum of gradients for {', '.join(self.shared)}")
         if self.ropes or self.angles:
             calls.append("rope" if self.ropes else "cos and sin for rope")
+        if self.head:
+            name, mode = self.head
+            calls.append(HEAD_CALLS[mode].format(name))
         return ", ".join([*calls, *(["cross_entropy"] if self.losses else [])])
 
     def forward(self, module: Any, *args: Any, **options: Any) -> Any:
@@ -114,12 +132,14 @@ class Rewrites:
         matches: Iterable[tuple[Replacement, nn.Module, Match]],
         kinds: Collection[str],
         rotary: Rotary,
+        heads: Mapping[nn.Module, Head],
         *,
         exact: bool,
     ) -> None:
         self.matches = {module: (row, match) for row, module, match in matches}
         self.kinds = kinds
         self.rotary = rotary
+        self.heads = heads
         self.exact = exact
         self.known: dict[Any, bool] = {}
         self.calls: dict[Any, Calls | str] = {}
@@ -139,6 +159,7 @@ class Rewrites:
             losses=losses,
             ropes=module in self.rotary.errors,
             angles=module in self.rotary.angles,
+            head=tuple(self.heads.get(module, ())),
         )
         if module in self.rotary.reasons:
             row.kind, row.reason = "rope", self.rotary.reasons[module]
@@ -163,6 +184,7 @@ class Rewrites:
             tuple(names.quiet) if found.shared else (),
             found.ropes,
             found.angles,
+            found.head,
         )
         if (type(module), calls) not in self.plans:
             self.plans[type(module), calls] = Rewritten(type(module), *calls)

@@ -208,5 +208,6 @@ def compiled(
     made = FunctionType(code, function.__globals__, name, defaults, cells)
     functools.update_wrapper(made, function)
     del made.__wrapped__  # type: ignore[attr-defined]
-    made.__kwdefaults__ = function.__kwdefaults__
+    added = {arg.arg: False for arg in node.args.kwonlyargs if arg.arg.startswith("_kiln")}
+    made.__kwdefaults__ = {**(function.__kwdefaults__ or {}), **added} or None
     return made
