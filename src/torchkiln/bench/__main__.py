@@ -22,6 +22,7 @@ from torchkiln.bench.runs import DIRECTIONS, Progress, measure
 from torchkiln.cli import bench_parser
 from torchkiln.cli.options import STDOUT, json_lines, output_json, text_output, write_file
 from torchkiln.cli.status import Status, refused
+from torchkiln.patch.compiled.choice import table_of
 from torchkiln.testing import SPECS
 from torchkiln.testing.environment import environment
 from torchkiln.testing.registry import specs_of
@@ -118,6 +119,9 @@ def write(options: argparse.Namespace, record: Record) -> None:
     """Write all output files, and JSON to standard output if that is chosen."""
     if options.json:
         output_json(WHERE, options.json, json_lines(record.as_dict()))
+    if options.compile:
+        text = json_lines(table_of(record.as_dict()))
+        write_file(WHERE, "--compile", options.compile, text)
     if not options.out:
         return
     for name, text in (("json", json_lines(record.as_dict())), ("md", report.markdown(record))):

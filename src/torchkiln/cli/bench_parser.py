@@ -120,6 +120,8 @@ def bench(given: Sequence[str] | None) -> argparse.Namespace:
     add("--report", action="store_true", help=words)
     words = "write bench.json, bench.md and pictures there, or the calls of --fuzz, to continue"
     add("--out", type=Path, metavar="FOLDER", help=words)
+    words = 'write the table of torch.compile(backend="torchkiln"), from large calls, there'
+    add("--compile", type=Path, metavar="FILE", help=words)
     add_json(options)
     before = options.add_argument_group("other runs")
     before.add_argument(
@@ -132,6 +134,8 @@ def bench(given: Sequence[str] | None) -> argparse.Namespace:
         "--read", type=Path, metavar="FILE.json", help="take the rows of a file, measure nothing"
     )
     found = options.parse_args(given)
+    if found.compile and found.peers == PEERS:
+        found.peers = ("compile",)
     if found.report:
         found.within = found.within or REPORT_SECONDS
         found.kinds = found.kinds or list(REPORT_KINDS)

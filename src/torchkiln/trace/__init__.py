@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torchkiln import _C
 from torchkiln.ops.names import ALIASES, OTHER_FUNCTIONS
+from torchkiln.patch.compiled.choice import note
 from torchkiln.trace.attention import attention_notes
 from torchkiln.trace.events import read
 from torchkiln.trace.explanation import Explanation, KernelLaunch, Part, Step
@@ -49,7 +50,8 @@ def explain(op: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> Expla
     traffic = _traffic(spec, function, args, kwargs)
     plain = sum(t.numel() * t.element_size() for t in [*tensors, *results])
     forward = _part(events, device, *(traffic[0] if traffic else (plain, None)))
-    forward = replace(forward, notes=(*forward.notes, *attention))
+    chosen = note(spec.name, tensors) if spec is not None else ""
+    forward = replace(forward, notes=(*forward.notes, *attention, *filter(None, [chosen])))
     backward = None
     inputs = [t for t in tensors if t.requires_grad and t.is_leaf]
     wanted = [r for r in results if r.requires_grad]

@@ -176,11 +176,19 @@ class Prover:
         return isinstance(found, Comparison) and not found.refusal(exact=False)
 
 
+USUAL = Sizes(2, 4, 2, 16, 64, 64)
+
+
 def compared(
-    rotate: Rotate, form: Form, ranks: Ranks, dtypes: Dtypes, device: torch.device | None = None
+    rotate: Rotate,
+    form: Form,
+    ranks: Ranks,
+    dtypes: Dtypes,
+    device: torch.device | None = None,
+    *,
+    size: Sizes = USUAL,
 ) -> Comparison | None:
     """The errors of both in these dtypes; None if the function has results of another dtype."""
-    size = Sizes(2, 4, 2, 16, 64, 64)
     given = sample(form, ranks, size).cast(dtypes, device)
     with torch.no_grad():
         now = form.rotated(*given)

@@ -1,0 +1,1 @@
+"""The backend of ``torch.compile``: ops of torchkiln in the graphs that Dynamo records."""
