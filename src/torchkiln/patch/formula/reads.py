@@ -45,9 +45,8 @@ class Reads:
 
     def hold(self, module: Any) -> bool:
         """Whether a module still has these values and classes, and its parts have no hooks."""
-        children = module._modules
         for name, cls in self.parts:
-            part = children.get(name)
+            part = module._modules.get(name)
             if part is None:
                 part = found(module, tuple(name.split(".")))
             if type(part) is not cls or "forward" in part.__dict__ or has_hooks(part):
