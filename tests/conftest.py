@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,23 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def seed() -> None:
     """Seed the random numbers of every test, so that they do not depend on earlier tests."""
     torch.manual_seed(2026)
+
+
+@pytest.fixture(autouse=True)
+def one_large_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Lets one large test of all workers run on the CPU at a time, and one on the GPU.
+
+    Each looks at the free memory before it allocates, which does not count what another will need.
+    """
+    if not request.node.get_closest_marker("large"):
+        yield
+        return
+    on_gpu = bool(request.node.get_closest_marker("cuda"))
+    with Path(__file__ if on_gpu else sampling.__file__).open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+        yield
+        if on_gpu:
+            torch.cuda.empty_cache()
 
 
 @pytest.fixture

@@ -38,10 +38,12 @@ def compiler() -> str:
     return found
 
 
-def check_syntax(compiler: str, included: list[str], folder: Path, *options: str) -> None:
-    """Compiles a file that includes only these headers."""
+def check_syntax(
+    compiler: str, included: list[str], folder: Path, *options: str, code: str = ""
+) -> None:
+    """Compiles a file that includes these headers."""
     source = folder / "unit.cpp"
-    source.write_text("".join(f"#include <{header}>\n" for header in included))
+    source.write_text("".join(f"#include <{header}>\n" for header in included) + code)
     command = [compiler, "-fsyntax-only", "-Wall", "-Werror", f"-I{INCLUDE}", *options, str(source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -60,10 +62,43 @@ def test_all_headers_without_torch(compiler: str, order: int, tmp_path: Path) ->
     check_syntax(compiler, TORCH_FREE[::order], tmp_path, "-std=c++17")
 
 
-def test_all_headers_with_torch(compiler: str, tmp_path: Path) -> None:
+@pytest.fixture
+def with_torch() -> list[str]:
+    """The options to include torch's headers."""
     python = Path(sysconfig.get_path("include"))
     if not (python / "Python.h").is_file():
         pytest.skip("Python's headers are not installed")
     folders = [TORCH_INCLUDE, TORCH_INCLUDE / "torch" / "csrc" / "api" / "include", python]
-    options = [word for folder in folders for word in ("-isystem", str(folder))]
-    check_syntax(compiler, [*headers("torch"), *TORCH_FREE], tmp_path, "-std=c++20", *options)
+    return ["-std=c++20", *(word for folder in folders for word in ("-isystem", str(folder)))]
+
+
+def test_all_headers_with_torch(compiler: str, with_torch: list[str], tmp_path: Path) -> None:
+    check_syntax(compiler, [*headers("torch"), *TORCH_FREE], tmp_path, *with_torch)
+
+
+OP = """
+using at::Tensor;
+struct Options {
+  double factor = 2.0;
+  bool is_squared = false;
+  TORCHKILN_FIELDS(self.factor, self.is_squared);
+};
+struct Scale {
+  static constexpr const char* kSchema =
+      "mine::scale(Tensor x, float factor=2.0, bool is_squared=False) -> Tensor";
+  static Tensor meta(const Tensor& x, const Options&) { return at::empty_like(x); }
+  static Tensor composite(const Tensor& x, const Options& o) {
+    return x * (o.is_squared ? o.factor * o.factor : o.factor);
+  }
+  static Tensor kernel(const Tensor& x, const Options& o) { return composite(x, o); }
+};
+TORCH_LIBRARY_FRAGMENT(mine, m) { torchkiln::define<Scale>(m); }
+"""
+
+
+@pytest.mark.parametrize("name", ["g++", "clang++"])
+def test_an_op(name: str, with_torch: list[str], tmp_path: Path) -> None:
+    """Its registration instantiates templates, which includes alone do not."""
+    if shutil.which(name) is None:
+        pytest.skip(f"no {name}")
+    check_syntax(name, ["torchkiln/torch/op.h"], tmp_path, *with_torch, code=OP)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import sampling
 import torch
 
@@ -68,3 +71,10 @@ def test_a_parameter_that_rotates_has_each_value_in_turn() -> None:
     places = [(number, letter) for number in range(2) for letter in range(2)]
     seen = [[p for p in places if sampling.runs_today(item(*p), DAY + i)] for i in range(2)]
     assert seen == [[(0, 0), (1, 1)], [(0, 1), (1, 0)]]
+
+
+@pytest.mark.large
+def test_a_large_test_keeps_others_from_the_memory() -> None:
+    """Those of other workers wait until it has ended."""
+    with Path(sampling.__file__).open() as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

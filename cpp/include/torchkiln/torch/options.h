@@ -143,18 +143,19 @@ using Flat = decltype(std::tuple_cat(std::declval<typename FlatOf<Args>::Type>()
 template <class T>
 using CompleteOf = decltype(std::declval<T&>().complete());
 
+/// The index of the first flat value of a parameter.
+template <class... Args>
+constexpr size_t first_of(size_t parameter) {
+  const size_t widths[] = {std::tuple_size_v<typename FlatOf<Args>::Type>..., 0};
+  size_t first = 0;
+  for (size_t i = 0; i < parameter; ++i) first += widths[i];
+  return first;
+}
+
 /// The parameters of a function, some of which may be option structs.
 template <class... Args>
 struct Parameters {
-  static constexpr size_t kWidths[] = {std::tuple_size_v<typename FlatOf<Args>::Type>..., 0};
-
-  /// The index of the first flat value of a parameter.
-  static constexpr size_t first_of(size_t parameter) {
-    size_t first = 0;
-    for (size_t i = 0; i < parameter; ++i) first += kWidths[i];
-    return first;
-  }
-  static constexpr size_t kCount = first_of(sizeof...(Args));
+  static constexpr size_t kCount = first_of<Args...>(sizeof...(Args));
 
   template <class T, size_t first, class Values, class Convert, size_t... I>
   static T options(Values& values, const Convert& convert, std::index_sequence<I...>) {
@@ -181,7 +182,7 @@ struct Parameters {
   template <class Body, class Values, class Convert, size_t... I>
   static decltype(auto) pass(const Body& body, Values& values, const Convert& convert,
                              std::index_sequence<I...>) {
-    return body(one<Args, first_of(I)>(values, convert)...);
+    return body(one<Args, first_of<Args...>(I)>(values, convert)...);
   }
 
   /// Calls body() with a value for each parameter, made from a tuple of flat values by
