@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from torchkiln import hub
 from torchkiln.patch import Report
 
 transformers = pytest.importorskip("transformers")
 trainer_callback = pytest.importorskip("transformers.trainer_callback")
-ReplaceCallback = pytest.importorskip("torchkiln.hub.transformers").ReplaceCallback
 
 
 def llama() -> Any:
@@ -52,7 +52,7 @@ def run(caller: Any, *events: str) -> None:
 
 
 def test_callback_replaces_once() -> None:
-    model, callback = llama(), ReplaceCallback(skip=["*.mlp"])
+    model, callback = llama(), hub.trainer_callback(skip=["*.mlp"])
     caller = handler(callback, model)
     run(caller, "on_init_end")
     assert is_replaced(model)
@@ -67,7 +67,7 @@ def test_callback_replaces_once() -> None:
 
 
 def test_callback_refuses_a_sharded_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    callback = ReplaceCallback()
+    callback = hub.trainer_callback()
     monkeypatch.setattr("torchkiln.hub.transformers.FSDPModule", transformers.LlamaForCausalLM)
     with pytest.raises(RuntimeError, match=r"got a model that FSDP.*callback to the Trainer"):
         run(handler(callback, llama()), "on_train_begin")
@@ -90,7 +90,7 @@ def test_trainer(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="transformers.Trainer requires accelerate")
     losses: list[list[float]] = []
     models: list[Any] = []
-    for callbacks in ([], [ReplaceCallback()]):
+    for callbacks in ([], [hub.trainer_callback()]):
         model = llama()
         options = transformers.TrainingArguments(
             str(tmp_path / str(len(models))),

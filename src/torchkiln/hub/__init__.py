@@ -1,4 +1,4 @@
-"""torchkiln as a kernel of Hugging Face's package ``kernels``, without a download."""
+"""torchkiln in other packages: a kernel of Hugging Face's ``kernels``, a callback of trainers."""
 
 from __future__ import annotations
 
@@ -49,4 +49,20 @@ def path() -> Path:
     return Path(__file__).parent / "kernel"
 
 
-__all__ = ["Layer", "layers", "mapping", "path"]
+def trainer_callback(**options: Any) -> Any:
+    """Returns a callback of ``transformers.Trainer`` that replaces modules of its model.
+
+    It does so when the trainer is made, before FSDP and ``torch.compile``; so pass it in
+    ``callbacks``. If it is added later, or the trainer has a ``model_init``, it does so when
+    training begins; then a model that is sharded raises a RuntimeError. ``callback.report`` is the
+    report for the last model.
+
+    Args:
+        options: those of :func:`torchkiln.replace`.
+    """
+    from torchkiln.hub.transformers import ReplaceCallback  # noqa: PLC0415  an optional package
+
+    return ReplaceCallback(**options)
+
+
+__all__ = ["Layer", "layers", "mapping", "path", "trainer_callback"]

@@ -13,14 +13,7 @@ from torchkiln.patch import Report, replace
 
 
 class ReplaceCallback(TrainerCallback):
-    """Replaces modules of the model as soon as the trainer is made, before FSDP and compilation.
-
-    Pass it in ``callbacks``. With ``model_init``, or if it is added to a trainer later, the model
-    is replaced when training begins; a model that is sharded by then raises a RuntimeError.
-
-    Args:
-        options: those of :func:`torchkiln.replace`, such as ``skip``.
-    """
+    """The callback that :func:`torchkiln.hub.trainer_callback` returns."""
 
     report: Report | None = None
     """What was replaced in the last model."""
@@ -40,7 +33,7 @@ class ReplaceCallback(TrainerCallback):
         is_new = self.report is None or self.report.model is not model
         if model is not None and is_new and any(map(is_sharded, model.modules())):
             raise RuntimeError(
-                "torchkiln.hub.transformers.ReplaceCallback: model: got a model that FSDP has "
+                "torchkiln.hub.trainer_callback: model: got a model that FSDP has "
                 "sharded, expected one that is not; pass the callback to the Trainer"
             )
         self.on_init_end(model=model)

@@ -1,0 +1,101 @@
+"""docs/model_times.py: its models run, and its processes print lines of JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import model_times
+import pytest
+import torch
+from timed_models import MODELS, loss_of
+from timed_steps import MEASURES, Loss, Skip, gradients
+
+pytest.importorskip("transformers")
+
+SCRIPT = Path(model_times.__file__)
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_run(name: str) -> None:
+    model = MODELS[name].build(CPU, tiny=True)
+    given = MODELS[name].inputs(CPU, tiny=True)
+    result = loss_of(model(**given))
+    assert result.isfinite()
+    assert result.dim() == 0
+    found = gradients(Loss(model, tuple(given)), tuple(given.values()))
+    assert len(found) > len(list(model.parameters())) / 2
+    with torch.device("meta"):
+        full = MODELS[name].build(torch.device("meta"))
+    assert sum(p.numel() for p in full.parameters()) > 2e7
+
+
+def test_names_are_those_of_models() -> None:
+    names = [name for task in model_times.DEFAULT_ROWS.values() for name in task.split(",")]
+    assert sorted(names) == sorted(MODELS)
+
+
+def lines(*words: str) -> list[Any]:
+    """The lines of a run on the CPU, which are also in its file."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *words, "--tiny", "--device", "cpu", "--commit", "abc"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_lines(tmp_path: Path) -> None:
+    file = tmp_path / "models.jsonl"
+    found = lines(
+        *("models", "--rows", "convnext", "--columns", "eager,replace", "--out", str(file))
+    )
+    assert found == [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(row["attention"], row["column"]) for row in found] == [
+        (kind, column) for kind in ("causal", "library") for column in ("eager", "replace")
+    ]
+    for row in found[:2]:
+        assert row["skipped"].startswith("attention is the library's")
+    for row in found[2:]:
+        assert 0 < row["least"] <= row["seconds"] <= row["most"]
+        assert row["environment"]["commit"] == "abc"
+        assert bool(row["replaced"]) == (row["column"] == "replace")
+
+
+def measured(task: str, **row: Any) -> list[Any]:
+    """The measurements of a line, in this process."""
+    return list(MEASURES[task]({"tiny": True, "attention": "causal", **row}, CPU))
+
+
+@pytest.mark.parametrize("attention", ["causal", "library"])
+def test_attention_of_a_column(attention: str) -> None:
+    rows = [
+        *measured("models", model="gpt2", column="eager", attention=attention),
+        *measured("models", model="gpt2", column="replace", attention=attention),
+    ]
+    assert ["attention" in row["replaced"] for row in rows] == [False, attention == "causal"]
+    assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-2)
+
+
+def test_lengths_and_small_batches() -> None:
+    (row,) = measured("lengths", model="llama2layers", column="replace")
+    assert len(row["lengths"]) + 1 == len(row["finished"])
+    assert row["finished"] == sorted(row["finished"])
+    assert row["seconds"] == row["finished"][-1]
+    rows = measured("small", model="vits", column="host", batch=1)
+    assert [row["column"] for row in rows] == ["eager", "replace"]
+    assert all(row["host"] > 0 for row in rows)
+    with pytest.raises(Skip, match="CUDA graphs need a GPU"):
+        measured("small", model="vits", column="graphs", batch=1)
+
+
+def test_no_time_is_left() -> None:
+    (row,) = lines(
+        "models", "--rows", "gpt2", "--columns", "eager", "--attention", "library", "--within", "0"
+    )
+    assert row["skipped"] == "no time was left"
