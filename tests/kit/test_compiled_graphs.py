@@ -328,6 +328,19 @@ def test_rotations(caplog: pytest.LogCaptureFixture, function: Any, ops: str) ->
     assert checked(caplog, function, HEADS, HEADS[:, :2], ANGLES.detach()) == ops
 
 
+def test_one_token_is_rotated(caplog: pytest.LogCaptureFixture) -> None:
+    """Strides of a dimension of size 1 may differ."""
+
+    def projected(q: Tensor, k: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return rotated(q.transpose(1, 2), k.transpose(1, 2), *doubled(x))
+
+    given = torch.randn(2, 1, 4, 8), torch.randn(2, 1, 2, 8), ANGLES[:, :1]
+    caplog.set_level(logging.INFO, "torchkiln.compile")
+    compiled = torch.compile(projected, backend=backend, options={"then": "eager"})
+    torch.testing.assert_close(compiled(*given), projected(*given))
+    assert caplog.records[0].getMessage() == "1 rope"
+
+
 def loss(x: Tensor, w: Tensor, **options: Any) -> Tensor:
     return F.cross_entropy(F.linear(x, w).float().view(-1, 9), LABELS, **options)
 

@@ -54,6 +54,11 @@ def is_like(one: Any, other: Any) -> bool:
     )
 
 
+def strides_of(x: Tensor) -> list[Any]:
+    """The strides of dimensions with several elements."""
+    return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size != 1]
+
+
 def may_write(node: fx.Node) -> bool:
     """Whether a custom op, or an op with a graph as an argument, may change arguments in place.
 
@@ -141,7 +146,7 @@ class Facts:
         If a result would have another layout or dtype, the new nodes are erased instead.
         """
         values = [(value_of(was), value_of(now)) for was, now in results.items()]
-        is_right = all(is_like(*pair) and is_same(*(x.stride() for x in pair)) for pair in values)
+        is_right = all(is_like(*pair) and is_same(*map(strides_of, pair)) for pair in values)
         if is_right:
             for was, now in results.items():
                 was.replace_all_uses_with(now)
