@@ -20,6 +20,15 @@ ANGLES = torch.randn(1, 7, 4)
 LABELS = torch.arange(12) % 9
 
 
+torch.library.define("torchkiln_test_compiled::increase", "(Tensor(a!) x) -> ()")
+
+
+@torch.library.impl("torchkiln_test_compiled::increase", ("cpu", "Meta"))
+def increase(x: Tensor) -> None:
+    """An op that does not count its change."""
+    x.data.add_(1)
+
+
 @pytest.fixture(autouse=True)
 def without_compiled_code() -> Iterator[None]:
     torch.compiler.reset()
@@ -110,6 +119,13 @@ def changed_argument(x: Tensor, w: Tensor) -> Tensor:
     return y + x
 
 
+def changed_by_op(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    h = x.detach() * 2
+    y = rms(h, w.detach())
+    torch.ops.torchkiln_test_compiled.increase(h)
+    return y * x, h
+
+
 def changed_result(x: Tensor, w: Tensor) -> Tensor:
     y = rms(x, w)
     y += 1
@@ -186,7 +202,15 @@ NORMS = {
     **dict.fromkeys(
         (
             *(changed_behind, changed_before, changed_view, changed_element, changed_by_relu),
-            *(changed_argument, used_inside, hooked_inside, detached, without_gradient, clamped),
+            *(
+                changed_by_op,
+                changed_argument,
+                used_inside,
+                hooked_inside,
+                detached,
+                without_gradient,
+                clamped,
+            ),
             checkpointed,
         ),
         "no op found",
@@ -203,6 +227,15 @@ def test_norms(caplog: pytest.LogCaptureFixture, function: Any, ops: str) -> Non
 
 def test_half_precision_under_autocast_stays(caplog: pytest.LogCaptureFixture) -> None:
     assert checked(caplog, narrowed, X.bfloat16(), W.bfloat16()) == "no op found"
+
+
+def test_calls_in_inference_mode(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "torchkiln.compile")
+    for function, ops in ((rms, "1 rms_norm"), (changed_before, "no op found")):
+        compiled = torch.compile(function, backend=backend, options={"then": "eager"})
+        with torch.inference_mode():
+            torch.testing.assert_close(compiled(X * 1, W), function(X * 1, W))
+        assert caplog.records.pop().getMessage() == ops
 
 
 def test_layouts_stay(caplog: pytest.LogCaptureFixture) -> None:
@@ -293,6 +326,19 @@ ROTATIONS = {
 )
 def test_rotations(caplog: pytest.LogCaptureFixture, function: Any, ops: str) -> None:
     assert checked(caplog, function, HEADS, HEADS[:, :2], ANGLES.detach()) == ops
+
+
+def test_one_token_is_rotated(caplog: pytest.LogCaptureFixture) -> None:
+    """Strides of a dimension of size 1 may differ."""
+
+    def projected(q: Tensor, k: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return rotated(q.transpose(1, 2), k.transpose(1, 2), *doubled(x))
+
+    given = torch.randn(2, 1, 4, 8), torch.randn(2, 1, 2, 8), ANGLES[:, :1]
+    caplog.set_level(logging.INFO, "torchkiln.compile")
+    compiled = torch.compile(projected, backend=backend, options={"then": "eager"})
+    torch.testing.assert_close(compiled(*given), projected(*given))
+    assert caplog.records[0].getMessage() == "1 rope"
 
 
 def loss(x: Tensor, w: Tensor, **options: Any) -> Tensor:

@@ -42,7 +42,7 @@ SHOWN = {
     "docs/docker.md": 4,
     "docs/examples.md": 5,
     "docs/install.md": 5,
-    "docs/models.md": 5,
+    "docs/models.md": 6,
     "docs/mutation.md": 1,
     "docs/new.md": 4,
     "docs/profiling.md": 3,

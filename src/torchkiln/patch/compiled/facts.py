@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -53,6 +54,24 @@ def is_like(one: Any, other: Any) -> bool:
     )
 
 
+def strides_of(x: Tensor) -> list[Any]:
+    """The strides of dimensions with several elements."""
+    return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size != 1]
+
+
+def may_write(node: fx.Node) -> bool:
+    """Whether a custom op, or an op with a graph as an argument, may change arguments in place.
+
+    Other calls have counted their changes in the versions of the fake values.
+    """
+    target = node.target
+    if isinstance(target, OpOverloadPacket):
+        return any(getattr(target, name)._schema.is_mutable for name in target.overloads())
+    if isinstance(target, OpOverload):
+        return bool(target._schema.is_mutable)
+    return isinstance(target, HigherOrderOperator)
+
+
 class Facts:
     """A graph with the modes and the memory of its nodes, and its changes."""
 
@@ -63,10 +82,12 @@ class Facts:
         fakes = (x.fake_mode for x in values if isinstance(x, FakeTensor))
         self.mode = next(fakes, None)
         """The mode of Dynamo; the tracing context has another one."""
+        written = [x for node in graph.nodes if may_write(node) for x in node.all_input_nodes]
+        of_written = [x for node in written for x in tree_leaves(value_of(node))]
         self.changed = {
             StorageWeakRef(x.untyped_storage())
-            for x in values
-            if isinstance(x, Tensor) and x.layout is torch.strided and x._version
+            for x in [*(x for x in values if isinstance(x, Tensor) and x._version), *of_written]
+            if isinstance(x, Tensor) and x.layout is torch.strided
         }
         """Memory that the graph changes in place."""
         self.states: dict[fx.Node, tuple[int, frozenset[str]]] = {}
@@ -125,7 +146,7 @@ class Facts:
         If a result would have another layout or dtype, the new nodes are erased instead.
         """
         values = [(value_of(was), value_of(now)) for was, now in results.items()]
-        is_right = all(is_like(*pair) and is_same(*(x.stride() for x in pair)) for pair in values)
+        is_right = all(is_like(*pair) and is_same(*map(strides_of, pair)) for pair in values)
         if is_right:
             for was, now in results.items():
                 was.replace_all_uses_with(now)
