@@ -302,6 +302,20 @@ def test_a_changed_head_is_called(
     assert not losses
 
 
+def test_an_input_that_changes_after_the_head() -> None:
+    class Changes(Model):
+        def forward(self, x: Tensor, labels: Any = None, **_: Any) -> Any:
+            h = self.layer(self.tokens(x))
+            logits = self.head(h)
+            h.zero_()
+            return logits, F.cross_entropy(logits.view(-1, TOKENS), labels.view(-1))
+
+    model = made(Changes)
+    torchkiln.replace(model, head=True)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="an input that has changed"):
+        model(*batch())
+
+
 def test_reasons() -> None:
     model = made()
     assert torchkiln.replace(model, head=True, skip=["head"])["head"].reason == "skip"

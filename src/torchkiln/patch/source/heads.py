@@ -95,7 +95,9 @@ def of_class(cls: type[nn.Module], names: Collection[str]) -> Head | str | None:
 
 def has_own_loss(module: nn.Module) -> bool:
     """Whether a forward calls a ``loss_function`` that the user has set."""
-    return "loss_function" in names_of(type(module)) and not is_known(module.loss_function)
+    return "loss_function" in names_of(type(module)) and not is_known(
+        getattr(module, "loss_function", None)
+    )
 
 
 def rewrite_head(node: ast.FunctionDef, function: FunctionType, head: Head) -> None:
