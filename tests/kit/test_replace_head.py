@@ -40,7 +40,8 @@ class Model(nn.Module):
             shifted = logits[..., :-1, :].contiguous()
             if shifted.dtype == torch.bfloat16:
                 shifted = shifted.float()
-            loss = F.cross_entropy(shifted.view(-1, TOKENS), labels[..., 1:].reshape(-1), **options)
+            rows = shifted.view(-1, shifted.shape[-1])
+            loss = F.cross_entropy(rows, labels[..., 1:].reshape(-1), **options)
         return logits, loss
 
 
@@ -245,6 +246,18 @@ def test_a_head_in_a_submodule(cls: type[nn.Module], losses: list[dict[str, Any]
     assert (type(model), type(model.project)) == (cls, Projection)
 
 
+def test_a_wide_head_that_was_replaced_before(losses: list[dict[str, Any]]) -> None:
+    model, (x, labels) = made(), batch()
+    model.tokens = nn.Embedding(513, FEATURES)
+    model.layer, model.head = nn.Linear(FEATURES, 512), nn.Linear(512, 513)
+    expected = outcome(model, x, labels)
+    assert torchkiln.replace(model, only="linear")["head"].changed
+    assert torchkiln.replace(model, head=True)[""].kind == "head"
+    for one, other in zip(outcome(model, x, labels), expected, strict=True):
+        torch.testing.assert_close(one, other)
+    assert len(losses) == 1
+
+
 def test_second_derivatives() -> None:
     model, (x, labels) = made(), batch()
 
@@ -300,6 +313,20 @@ def test_a_changed_head_is_called(
     for one, same in zip(outcome(model, x, labels), outcome(other, x, labels), strict=True):
         torch.testing.assert_close(one, same)
     assert not losses
+
+
+def test_an_input_that_changes_after_the_head() -> None:
+    class Changes(Model):
+        def forward(self, x: Tensor, labels: Any = None, **_: Any) -> Any:
+            h = self.layer(self.tokens(x))
+            logits = self.head(h)
+            h.zero_()
+            return logits, F.cross_entropy(logits.view(-1, TOKENS), labels.view(-1))
+
+    model = made(Changes)
+    torchkiln.replace(model, head=True)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="an input that has changed"):
+        model(*batch())
 
 
 def test_reasons() -> None:

@@ -118,22 +118,23 @@ def outcome(model: Any, **given: Any) -> list[Tensor]:
     """The loss and its gradients."""
     loss = model(**given).loss
     leaves = [x for x in model.parameters() if x.requires_grad]
-    found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    found: Any = torch.autograd.grad(loss, leaves, allow_unused=True)
     return [loss, *(x for x in found if x is not None)]
 
 
-class Shapes(TorchDispatchMode):
+class Shapes(TorchDispatchMode):  # type: ignore[misc,unused-ignore]
     """The shapes of all results."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[torch.Size] = []
 
     def __torch_dispatch__(
         self, func: Any, _: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.found += [x.shape for x in tree_leaves(result) if isinstance(x, Tensor)]
+        results: list[Any] = tree_leaves(result)
+        self.found += [x.shape for x in results if isinstance(x, Tensor)]
         return result
 
     def has_logits(self) -> bool:
@@ -155,7 +156,8 @@ def test_losses_gradients_logits_and_undo(name: str, losses: list[dict[str, Any]
     expected, logits, others = outcome(model, **given), model(**given).logits, model(**without)
     report = torchkiln.replace(model, head=True, only="loss")
     assert report[""].kind == "head", report
-    with Shapes() as shapes:
+    shapes = Shapes()
+    with shapes:
         found = outcome(model, **given)
     assert not shapes.has_logits()
     assert len(losses) == 1
@@ -334,7 +336,7 @@ def test_graphs(name: str) -> None:
     model, given = made(name), batch()
     expected, logits = outcome(model, **given), model(**given).logits
     torchkiln.replace(model, head=True, only="loss")
-    torch._dynamo.reset()
+    torch.compiler.reset()
     shapes: list[Any] = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -347,4 +349,5 @@ def test_graphs(name: str) -> None:
     torch.testing.assert_close(outcome(compiled, **given), expected, rtol=1e-4, atol=1e-6)
     assert shapes
     assert not any(shape[-1:] == (TOKENS,) and len(shape) > 1 for shape in shapes)
-    torch.testing.assert_close(compiled(**given).logits, logits)
+    found: Any = compiled(**given)  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(found.logits, logits)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from torchkiln.patch.source.code import forward_of
+from torchkiln.patch.source.layer import parameters_of
 from torchkiln.patch.source.logits import INNER, LOGITS, PENDING, is_known
 from torchkiln.patch.source.loss_calls import assigned, known_value, names_of
 from torchkiln.patch.source.outputs import OUTPUT, is_output, prepare
@@ -57,10 +58,11 @@ def find(
     """
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     sizes = {embedding.num_embeddings for embedding in embeddings}
+    linear = {name: m for name, m in model.named_modules() if parameters_of(m) is not None}
     heads: dict[nn.Module, Head | None] = {
         m: None
-        for name, m in model.named_modules()
-        if type(m) is nn.Linear and m.out_features in sizes and not is_skipped(name, m)
+        for name, m in linear.items()
+        if getattr(m, "out_features", None) in sizes and not is_skipped(name, m)
     }
     found: dict[nn.Module, Head] = {}
     reasons: dict[str, str] = {}
@@ -95,7 +97,9 @@ def of_class(cls: type[nn.Module], names: Collection[str]) -> Head | str | None:
 
 def has_own_loss(module: nn.Module) -> bool:
     """Whether a forward calls a ``loss_function`` that the user has set."""
-    return "loss_function" in names_of(type(module)) and not is_known(module.loss_function)
+    return "loss_function" in names_of(type(module)) and not is_known(
+        getattr(module, "loss_function", None)
+    )
 
 
 def rewrite_head(node: ast.FunctionDef, function: FunctionType, head: Head) -> None:

@@ -56,11 +56,14 @@ class Call:
     def product(self) -> Tensor:
         """The result."""
         if self.made is None:
+            self.check()
             self.made = F.linear(self.x, self.weight, self.bias)
         return self.made
 
     def check(self) -> None:
         """Raises an error if a tensor has changed since the call."""
+        if is_compiling():  # the graph has the whole forward
+            return
         is_same = [version(part) for part in self.parts()] == self.versions
         has_memory = all(x.untyped_storage().nbytes() or not x.numel() for x in self.parts())
         if not is_same or not has_memory:
@@ -120,10 +123,8 @@ class Logits:
     def read(self) -> Tensor:
         """The tensor, after the forward: with gradients and autocast as they were in it."""
         call, kind = self.call, self.device.type
-        if is_compiling():  # the graph has the forward
+        if is_compiling():
             return self.tensor()
-        if call.made is None:
-            call.check()
         is_cast = call.autocast is not None
         with (
             torch.inference_mode(False),
@@ -216,6 +217,7 @@ class Logits:
         is_plain = type(weight) in PLAIN and weight.dtype == self.dtype
         if weight is not None and (not is_plain or weight.requires_grad):
             return None
+        call.check()
         bias, softcap, temperature = form
         is_cast = call.autocast is not None and self.dtype != torch.float64
         call.has_loss = True
