@@ -1,3 +1,7 @@
+// add and muladd with torch's broadcasting and promotion, whose rules are in
+// detail/elementwise_operands.h. Numbers are arguments of the kernels, so that they are not copied
+// to the GPU.
+
 #include "torchkiln/kernels/pointwise.h"
 
 #include <ATen/ScalarOps.h>

@@ -1,4 +1,5 @@
 // The kernels of group_norm: checks, outputs and launches. Layouts are those of batch norm.
+// group_norm.cpp has the op and its derivatives.
 
 #include "batch_norm/operands.h"
 #include "group_norm/group_norm.h"
