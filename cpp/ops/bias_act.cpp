@@ -81,15 +81,11 @@ Two Backward::kernel(const Arguments& call) {
   arguments.grad_row_stride = grad_rows.stride(0);
   arguments.grad_column_stride = grad_rows.stride(1);
   launch_split(
-      "bias_act_backward", grad, arguments, kElementwiseGrain / 64,
-      [&] { return cpu::split(arguments); },
+      "bias_act_backward", grad, arguments, kElementwiseGrain / 64, cpu::split,
       [&](Allocate allocate, auto stream) {
         return cuda::bias_act_backward(arguments, allocate, stream);
       },
-      [&](int64_t begin, int64_t end) { return cpu::bias_act_backward(arguments, begin, end); },
-      [&](int64_t begin, int64_t end) {
-        return cpu::bias_act_backward_finish(arguments, begin, end);
-      });
+      cpu::bias_act_backward, cpu::bias_act_backward_finish);
   return {grad_x, grad_bias};
 }
 

@@ -157,14 +157,11 @@ Three Backward::kernel(const Arguments& call) {
   arguments.grad_bias = output(grad_bias);
   arguments.activation = call.act;
   launch_split(
-      kBackward, x, arguments, kElementwiseGrain, [&] { return cpu::split(arguments); },
+      kBackward, x, arguments, kElementwiseGrain, cpu::split,
       [&](Allocate allocate, auto stream) {
         return cuda::group_norm_backward(arguments, allocate, stream);
       },
-      [&](int64_t begin, int64_t end) { return cpu::group_norm_backward(arguments, begin, end); },
-      [&](int64_t begin, int64_t end) {
-        return cpu::group_norm_backward_finish(arguments, begin, end);
-      });
+      cpu::group_norm_backward, cpu::group_norm_backward_finish);
   return {grad_x, grad_weight, grad_bias};
 }
 

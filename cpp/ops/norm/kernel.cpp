@@ -179,13 +179,11 @@ Three Backward::kernel(const Arguments& call) {
   arguments.grad_sum_row_stride = sum_rows.stride;
   arguments.z_row_stride = z_rows.stride;
   launch_split(
-      "norm_backward", grad, arguments, kElementwiseGrain / 64,
-      [&] { return cpu::split(arguments); },
+      "norm_backward", grad, arguments, kElementwiseGrain / 64, cpu::split,
       [&](Allocate allocate, auto stream) {
         return cuda::norm_backward(arguments, allocate, stream);
       },
-      [&](int64_t begin, int64_t end) { return cpu::norm_backward(arguments, begin, end); },
-      [&](int64_t begin, int64_t end) { return cpu::norm_backward_finish(arguments, begin, end); });
+      cpu::norm_backward, cpu::norm_backward_finish);
   return {grad_x, grad_weight, grad_bias};
 }
 

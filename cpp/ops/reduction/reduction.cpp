@@ -125,13 +125,13 @@ class OverflowFlag {
 void run(const char* op, Reduction arguments, const Tensor& where, OverflowFlag& overflow) {
   constexpr int64_t kGrain = 1 << 12;  // outputs
   launch_split(
-      op, where, arguments, kGrain, [&] { return cpu::split(arguments); },
+      op, where, arguments, kGrain, cpu::split,
       [&](Allocate allocate, auto stream) { return cuda::reduce(arguments, allocate, stream); },
-      [&](int64_t begin, int64_t end) {
-        return overflow.watch([&] { return cpu::reduce(arguments, begin, end); });
+      [&](const Reduction& p, int64_t begin, int64_t end) {
+        return overflow.watch([&] { return cpu::reduce(p, begin, end); });
       },
-      [&](int64_t begin, int64_t end) {
-        return overflow.watch([&] { return cpu::reduce_finish(arguments, begin, end); });
+      [&](const Reduction& p, int64_t begin, int64_t end) {
+        return overflow.watch([&] { return cpu::reduce_finish(p, begin, end); });
       });
 }
 
