@@ -236,7 +236,7 @@ struct Op {
     const auto backward = [=](const Incoming& in, const Tensor& saved, const MaybeTensor& shift) {
       auto [grad_x, grad_bias] = call_below<Backward>(in[0], saved, shift, scale, act, bias_dtype,
                                                       Backward::Wanted{in.wants(0), in.wants(1)});
-      return variable_list{in.wants(0) ? grad_x : Tensor(), in.wants(1) ? grad_bias : Tensor()};
+      return variable_list{grad_x, grad_bias};
     };
     if (kept_by_bias_act(act) == Saved::input) {
       return record(kName, {x, bias}, below.call<Op>(call), keep(x, bias),
@@ -260,7 +260,7 @@ struct Op {
         return gradients_without_input(in, kept[0], scale, act, bias_dtype, order);
       if (order.is_logical()) return backward(in, kept[0], std::nullopt);
       auto [grad_x, grad_bias] = gradients_in_order(in, kept[0], scale, act, bias_dtype, order);
-      return variable_list{in.wants(0) ? grad_x : Tensor(), grad_bias};
+      return variable_list{grad_x, grad_bias};
     });
   }
 

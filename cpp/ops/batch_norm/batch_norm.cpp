@@ -152,11 +152,7 @@ variable_list gradients(const Incoming& in, const Kept<6>& kept, const Settings&
   auto [grad_x, grad_weight, grad_bias, grad_residual] = call_below<Backward>(
       in[0], *pixels, statistics, maybe(weight), maybe(bias), maybe(residual), maybe(signs),
       settings.act, settings.training, wanted, maybe(in.second()));
-  return {wanted[0] ? grad_x : Tensor(), wanted[1] ? grad_weight : Tensor(),
-          wanted[2] ? grad_bias : Tensor(),
-          wanted[3]     ? grad_residual
-          : in.wants(3) ? in[0]
-                        : Tensor()};
+  return {grad_x, grad_weight, grad_bias, passes ? in[0] : grad_residual};
 }
 
 }  // namespace

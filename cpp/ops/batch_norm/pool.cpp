@@ -269,8 +269,7 @@ struct PoolOp {
     auto [grad_x, grad_weight, grad_bias] =
         call_below<PoolBackward>(in[0], x, statistics, places, maybe(weight), maybe(bias), act,
                                  window.kernel, window.stride, window.padding, wanted);
-    return {wanted[0] ? grad_x : Tensor(), wanted[1] ? grad_weight : Tensor(),
-            wanted[2] ? grad_bias : Tensor()};
+    return {grad_x, grad_weight, grad_bias};
   }
 };
 

@@ -202,7 +202,7 @@ variable_list gradients(const Incoming& in, const Tensor& state, double p, at::S
   } else {
     std::tie(grad_x, grad_bias) = call_below<Backward>(grad, state, p, bias_dtype, wanted, x_dtype);
   }
-  return {wanted[0] ? grad_x : Tensor(), wanted[1] ? grad_bias : Tensor(), grad};
+  return {grad_x, grad_bias, grad};
 }
 
 /// Connects `out` to its inputs; backward generates the mask of `state` again.
