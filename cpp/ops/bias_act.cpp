@@ -151,17 +151,6 @@ struct Forward {
   }
 };
 
-/// The sign bits as numbers of the shape of `like`, which has the order of the bits: 1 where the
-/// output was positive.
-Tensor unpacked(const Tensor& signs, const Tensor& like, at::ScalarType dtype) {
-  const Tensor place = at::arange(8, signs.options());
-  const Tensor bits = signs.unsqueeze(-1).bitwise_right_shift(place).bitwise_and(1);
-  return bits.flatten()
-      .slice_symint(0, 0, like.sym_numel())
-      .reshape_symint(like.sym_sizes())
-      .to(dtype);
-}
-
 /// The gradients with torch's own ops for activations that do not save x: relu and none.
 variable_list gradients_without_input(const Incoming& in, const Tensor& signs, double scale,
                                       Activation act, at::ScalarType bias_dtype,
@@ -170,7 +159,7 @@ variable_list gradients_without_input(const Incoming& in, const Tensor& signs, d
   const at::ScalarType compute = compute_dtype(grad.scalar_type());
   Tensor passed = grad.to(compute);
   if (kept_by_bias_act(act) == Saved::sign) {
-    Tensor positive = order.logical(unpacked(signs, order.physical(grad), compute));
+    Tensor positive = order.logical(unpack_signs(signs, order.physical(grad), compute));
     stand_in_for(in, 0, positive);
     const Tensor shift = at::zeros_symint({grad.sym_size(-1)}, positive.options());
     stand_in_for(in, 1, shift);

@@ -52,12 +52,6 @@ void check_backward(const Backward::Arguments& call) {
                              "grad", grad);
 }
 
-Tensor contiguous(const MaybeTensor& tensor) { return tensor ? tensor->contiguous() : Tensor(); }
-
-const void* data(const Tensor& tensor) {
-  return tensor.defined() ? tensor.const_data_ptr() : nullptr;
-}
-
 /// The sizes of a call: [tokens, groups, columns].
 struct Sizes {
   int64_t tokens, groups, columns;

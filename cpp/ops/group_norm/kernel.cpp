@@ -76,16 +76,16 @@ class Operands {
         layout_{call.x->size(0), call.x->size(1), call.num_groups,
                 call.x->numel() / (call.x->size(0) * call.x->size(1)), channels_last_},
         x_(in_layout("x", *call.x, channels_last_)),
-        weight_(batch_norm_ops::contiguous(call.weight)),
-        bias_(batch_norm_ops::contiguous(call.bias)) {}
+        weight_(contiguous(call.weight)),
+        bias_(contiguous(call.bias)) {}
 
   bool channels_last() const { return channels_last_; }
 
   template <class Problem>
   void fill(Problem& problem) const {
     problem.x = x_->const_data_ptr();
-    problem.weight = batch_norm_ops::data(weight_);
-    problem.bias = batch_norm_ops::data(bias_);
+    problem.weight = data(weight_);
+    problem.bias = data(bias_);
     problem.dtype = dtype_of(*x_);
     problem.parameter_dtype = dtype_of(weight_.defined() ? weight_ : bias_.defined() ? bias_ : *x_);
     problem.layout = layout_;

@@ -18,12 +18,6 @@ void check_parameter(const Call& call, const char* name, const MaybeTensor& para
                              call.residual_is_wider() ? "residual" : "x", call.wider());
 }
 
-Tensor contiguous(const MaybeTensor& tensor) { return tensor ? tensor->contiguous() : Tensor(); }
-
-const void* data(const Tensor& tensor) {
-  return tensor.defined() ? tensor.const_data_ptr() : nullptr;
-}
-
 /// The address of rstd, the last row of the statistics.
 void* rstd_of(const Tensor& stats, int64_t rows) {
   const auto bytes = (stats.size(0) - 1) * rows * static_cast<int64_t>(stats.itemsize());
