@@ -232,12 +232,7 @@ struct Op {
                     [=](const Incoming& in, const Kept<2>& kept) {
                       if (!in.needs_composite()) return backward(in, kept[0], kept[1]);
                       return composite_gradients(in, kept, [&](const Kept<2>& inputs) {
-                        Call again{};
-                        again.x = inputs[0];
-                        again.bias = inputs[1];
-                        again.scale = scale;
-                        again.act = act;
-                        return composite(again);
+                        return call_composite<Op>(inputs[0], inputs[1], scale, act);
                       });
                     });
     }

@@ -64,15 +64,11 @@ Three composed_backward(const Backward::Arguments& call) {
     std::tie(grad_gate, through) =
         gated_ops::GatedBackward::kernel(through, gate, scaled(n, weight, offset), kSilu);
   }
-  const Tensor grad_n = as_groups(scaled(through, weight, offset), rstd);
-  const Tensor stats = rstd.view({1, z.size(0), z.size(1)});
-  norm_ops::Backward::Arguments norm{};
-  norm.grad = grad_n;
-  norm.z = z;
-  norm.stats = stats;
-  norm.weight_dtype = compute;
-  norm.wanted = {true, false, false};
-  Tensor grad_x = std::get<0>(norm_ops::Backward::kernel(norm)).view(x.sizes());
+  Tensor grad_x = std::get<0>(call_below<norm_ops::Backward>(
+      as_groups(scaled(through, weight, offset), rstd), MaybeTensor(), z,
+      rstd.view({1, z.size(0), z.size(1)}), MaybeTensor(), /*offset=*/0.0, compute,
+      norm_ops::Backward::Wanted{true, false, false}));
+  grad_x = grad_x.view(x.sizes());
   if (gate_first)
     std::tie(grad_gate, grad_x) = gated_ops::GatedBackward::kernel(grad_x, gate, wide, kSilu);
   Tensor grad_weight;
