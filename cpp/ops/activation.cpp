@@ -1,3 +1,7 @@
+// The activations, one op each, their forms in place, and activation_backward, which other ops
+// call as well. Forward saves x, or the output where the derivative is a function of it. The list
+// of activations is in torchkiln/core/activations.h.
+
 #include "torchkiln/kernels/activation.h"
 
 #include <ATen/MemoryOverlap.h>

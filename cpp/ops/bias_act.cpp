@@ -1,3 +1,7 @@
+// bias_act: activation(x * scale + bias) in one pass. Forward saves x, or one sign bit per element
+// where the derivative needs no more (relu), or nothing. Backward computes the gradients of x and
+// bias in one pass; linear and mlp use it, too.
+
 #include "bias_act.h"
 
 #include "detail/column_sum.h"
@@ -12,14 +16,15 @@ namespace torchkiln::bias_act_ops {
 using at::Tensor;
 using Two = std::tuple<Tensor, Tensor>;
 
-Two Backward::meta(const Tensor& grad, const Tensor& saved, const MaybeTensor& bias, double,
-                   Activation act, at::ScalarType bias_dtype, Wanted wanted) {
+Two Backward::meta(const Arguments& call) {
+  const Tensor &grad = call.grad, &saved = call.saved;
+  const MaybeTensor& bias = call.bias;
   constexpr const char* kName = "bias_act_backward";
   check_tensors(kName, {{"grad", grad}, {"saved", saved}});
   check_dtype(kName, "grad", grad);
   check_rank(kName, "grad", grad, 1, INT64_MAX, "at least 1 dimension");
-  check_parameter_dtype(kName, "bias_dtype", bias_dtype, "grad", grad.scalar_type());
-  const Saved kind = kept_by_bias_act(act);
+  check_parameter_dtype(kName, "bias_dtype", call.bias_dtype, "grad", grad.scalar_type());
+  const Saved kind = kept_by_bias_act(call.act);
   if (kind == Saved::sign) {
     const c10::SymInt bytes = (grad.sym_numel() + 7) / 8;
     TORCH_CHECK(
@@ -33,14 +38,15 @@ Two Backward::meta(const Tensor& grad, const Tensor& saved, const MaybeTensor& b
       check_vector(kName, "bias", *bias, grad.sym_size(-1), "the last dimension of grad");
     }
   }
-  return {wanted[0] ? empty_contiguous(grad) : no_output(grad),
-          wanted[1] ? empty_of({grad.sym_size(-1)}, grad.options().dtype(bias_dtype))
-                    : no_output(grad)};
+  return {call.wanted[0] ? empty_contiguous(grad) : no_output(grad),
+          call.wanted[1] ? empty_of({grad.sym_size(-1)}, grad.options().dtype(call.bias_dtype))
+                         : no_output(grad)};
 }
 
-Two Backward::kernel(const Tensor& grad, const Tensor& saved, const MaybeTensor& bias, double scale,
-                     Activation act, at::ScalarType bias_dtype, Wanted wanted) {
-  auto [grad_x, grad_bias] = meta(grad, saved, bias, scale, act, bias_dtype, wanted);
+Two Backward::kernel(const Arguments& call) {
+  auto [grad_x, grad_bias] = meta(call);
+  const Tensor& grad = call.grad;
+  const Wanted wanted = call.wanted;
   if (grad.numel() == 0) return {grad_x, grad_bias.zero_()};
   if (!wanted[0] && !wanted[1]) return {grad_x, grad_bias};
 
@@ -48,12 +54,13 @@ Two Backward::kernel(const Tensor& grad, const Tensor& saved, const MaybeTensor&
   const int64_t rows = grad.numel() / columns;
   const Tensor grad_rows = grad.reshape({rows, columns});  // a view where rows are evenly spaced
   BiasActBackward arguments{};
-  Tensor saved_rows = saved;
+  Tensor saved_rows = call.saved;
   Tensor shift;  // the bias; undefined only for a kernel that sums the bias gradient
-  if (kept_by_bias_act(act) == Saved::input) {
-    if (bias) shift = *bias;
-    if (!bias && !wanted[1]) shift = at::zeros({columns}, grad.options().dtype(bias_dtype));
-    saved_rows = saved.reshape({rows, columns});
+  if (kept_by_bias_act(call.act) == Saved::input) {
+    if (call.bias) shift = *call.bias;
+    if (!call.bias && !wanted[1])
+      shift = at::zeros({columns}, grad.options().dtype(call.bias_dtype));
+    saved_rows = call.saved->reshape({rows, columns});
     arguments.saved_row_stride = saved_rows.stride(0);
     arguments.saved_column_stride = saved_rows.stride(1);
   }
@@ -66,23 +73,19 @@ Two Backward::kernel(const Tensor& grad, const Tensor& saved, const MaybeTensor&
   arguments.grad_x = wanted[0] ? grad_x.data_ptr() : nullptr;
   arguments.grad_bias = wanted[1] ? grad_bias.data_ptr() : nullptr;
   arguments.dtype = dtype_of(grad);
-  arguments.bias_dtype = dtype_of(bias_dtype);
-  arguments.activation = act;
-  arguments.scale = scale;
+  arguments.bias_dtype = dtype_of(call.bias_dtype);
+  arguments.activation = call.act;
+  arguments.scale = call.scale;
   arguments.rows = rows;
   arguments.columns = columns;
   arguments.grad_row_stride = grad_rows.stride(0);
   arguments.grad_column_stride = grad_rows.stride(1);
   launch_split(
-      "bias_act_backward", grad, arguments, kElementwiseGrain / 64,
-      [&] { return cpu::split(arguments); },
+      "bias_act_backward", grad, arguments, kElementwiseGrain / 64, cpu::split,
       [&](Allocate allocate, auto stream) {
         return cuda::bias_act_backward(arguments, allocate, stream);
       },
-      [&](int64_t begin, int64_t end) { return cpu::bias_act_backward(arguments, begin, end); },
-      [&](int64_t begin, int64_t end) {
-        return cpu::bias_act_backward_finish(arguments, begin, end);
-      });
+      cpu::bias_act_backward, cpu::bias_act_backward_finish);
   return {grad_x, grad_bias};
 }
 
@@ -90,7 +93,17 @@ namespace {
 
 constexpr const char* kName = "bias_act";
 
-Tensor checked_output(const Tensor& x, const Tensor& bias) {
+/// The arguments of the op and of its forward.
+struct Call {
+  Borrowed<Tensor> x, bias;
+  double scale;
+  Activation act;
+
+  TORCHKILN_FIELDS(self.x, self.bias, self.scale, self.act);
+};
+
+Tensor checked_output(const Call& call) {
+  const Tensor &x = call.x, &bias = call.bias;
   check_tensors(kName, {{"x", x}, {"bias", bias}});
   check_dtype(kName, "x", x);
   check_parameter_dtype(kName, "bias", bias.scalar_type(), "x", x.scalar_type());
@@ -100,14 +113,13 @@ Tensor checked_output(const Tensor& x, const Tensor& bias) {
 }
 
 /// `signs` is undefined if no sign mask is needed.
-void run(const Tensor& x, const Tensor& bias, double scale, Activation act, const Tensor& out,
-         const Tensor& signs) {
+void run(const Call& call, const Tensor& out, const Tensor& signs) {
   if (out.numel() == 0) return;
-  std::array inputs{x, bias};
+  std::array inputs{*call.x, *call.bias};
   BiasAct arguments{};
   arguments.elements = describe(std::array{out}, inputs);
-  arguments.activation = act;
-  arguments.scale = scale;
+  arguments.activation = call.act;
+  arguments.scale = call.scale;
   if (signs.defined() && signs.numel() > 0) arguments.signs = signs.data_ptr<uint8_t>();
   const int64_t numel = out.numel();
   constexpr int64_t kUnit = 64;  // elements per unit: threads never share a byte of `signs`
@@ -125,30 +137,19 @@ struct Forward {
       "torchkiln::_bias_act_forward(Tensor x, Tensor bias, float scale, str act) -> "
       "(Tensor, Tensor)";
 
-  static Two meta(const Tensor& x, const Tensor& bias, double, Activation act) {
-    Tensor out = checked_output(x, bias);
-    const bool signs = kept_by_bias_act(act) == Saved::sign;
-    const c10::SymInt bytes = signs ? (x.sym_numel() + 7) / 8 : c10::SymInt(0);
-    return {std::move(out), empty_of({bytes}, x.options().dtype(at::kByte))};
+  static Two meta(const Call& call) {
+    Tensor out = checked_output(call);
+    const bool signs = kept_by_bias_act(call.act) == Saved::sign;
+    const c10::SymInt bytes = signs ? (call.x->sym_numel() + 7) / 8 : c10::SymInt(0);
+    return {std::move(out), empty_of({bytes}, call.x->options().dtype(at::kByte))};
   }
 
-  static Two kernel(const Tensor& x, const Tensor& bias, double scale, Activation act) {
-    auto [out, signs] = meta(x, bias, scale, act);
-    run(x, bias, scale, act, out, signs);
+  static Two kernel(const Call& call) {
+    auto [out, signs] = meta(call);
+    run(call, out, signs);
     return {out, signs};
   }
 };
-
-/// The sign bits as numbers of the shape of `like`, which has the order of the bits: 1 where the
-/// output was positive.
-Tensor unpacked(const Tensor& signs, const Tensor& like, at::ScalarType dtype) {
-  const Tensor place = at::arange(8, signs.options());
-  const Tensor bits = signs.unsqueeze(-1).bitwise_right_shift(place).bitwise_and(1);
-  return bits.flatten()
-      .slice_symint(0, 0, like.sym_numel())
-      .reshape_symint(like.sym_sizes())
-      .to(dtype);
-}
 
 /// The gradients with torch's own ops for activations that do not save x: relu and none.
 variable_list gradients_without_input(const Incoming& in, const Tensor& signs, double scale,
@@ -158,7 +159,7 @@ variable_list gradients_without_input(const Incoming& in, const Tensor& signs, d
   const at::ScalarType compute = compute_dtype(grad.scalar_type());
   Tensor passed = grad.to(compute);
   if (kept_by_bias_act(act) == Saved::sign) {
-    Tensor positive = order.logical(unpacked(signs, order.physical(grad), compute));
+    Tensor positive = order.logical(unpack_signs(signs, order.physical(grad), compute));
     stand_in_for(in, 0, positive);
     const Tensor shift = at::zeros_symint({grad.sym_size(-1)}, positive.options());
     stand_in_for(in, 1, shift);
@@ -181,7 +182,7 @@ Two gradients_in_order(const Incoming& in, const Tensor& signs, double scale, Ac
   const auto scaled = [&](double factor) {
     const Backward::Wanted only_grad_x{true, false};
     return std::get<0>(
-        call_below<Backward>(grad, signs, std::nullopt, factor, act, bias_dtype, only_grad_x));
+        call_below<Backward>(grad, signs, MaybeTensor(), factor, act, bias_dtype, only_grad_x));
   };
   Tensor grad_x, grad_bias;
   if (in.wants(1)) {
@@ -201,40 +202,41 @@ struct Op {
   static constexpr const char* kSchema =
       "torchkiln::bias_act(Tensor x, Tensor bias, *, float scale=1.0, str act='relu') -> Tensor";
 
-  static Tensor meta(const Tensor& x, const Tensor& bias, double, Activation) {
-    return checked_output(x, bias);
-  }
+  static Tensor meta(const Call& call) { return checked_output(call); }
 
-  static Tensor kernel(const Tensor& x, const Tensor& bias, double scale, Activation act) {
-    Tensor out = checked_output(x, bias);
-    run(x, bias, scale, act, out, Tensor());
+  static Tensor kernel(const Call& call) {
+    Tensor out = checked_output(call);
+    run(call, out, Tensor());
     return out;
   }
 
-  static Tensor composite(const Tensor& x, const Tensor& bias, double scale, Activation act) {
-    checked_output(x, bias);
-    const at::ScalarType compute = compute_dtype(x.scalar_type());
-    return composite_activation(act, x.to(compute) * scale + bias.to(compute)).to(x.scalar_type());
+  static Tensor composite(const Call& call) {
+    checked_output(call);
+    const at::ScalarType dtype = call.x->scalar_type(), compute = compute_dtype(dtype);
+    const Tensor z = call.x->to(compute) * call.scale + call.bias->to(compute);
+    return composite_activation(call.act, z).to(dtype);
   }
 
-  static Tensor recorded(const Below& below, const Tensor& x, const Tensor& bias, double scale,
-                         Activation act) {
+  static Tensor recorded(const Below& below, const Call& call) {
+    const Tensor &x = call.x, &bias = call.bias;
+    const double scale = call.scale;
+    const Activation act = call.act;
     const at::ScalarType bias_dtype = bias.scalar_type();
     const auto backward = [=](const Incoming& in, const Tensor& saved, const MaybeTensor& shift) {
       auto [grad_x, grad_bias] = call_below<Backward>(in[0], saved, shift, scale, act, bias_dtype,
                                                       Backward::Wanted{in.wants(0), in.wants(1)});
-      return variable_list{in.wants(0) ? grad_x : Tensor(), in.wants(1) ? grad_bias : Tensor()};
+      return variable_list{grad_x, grad_bias};
     };
     if (kept_by_bias_act(act) == Saved::input) {
-      return record(kName, {x, bias}, below.call<Op>(x, bias, scale, act), keep(x, bias),
+      return record(kName, {x, bias}, below.call<Op>(call), keep(x, bias),
                     [=](const Incoming& in, const Kept<2>& kept) {
                       if (!in.needs_composite()) return backward(in, kept[0], kept[1]);
                       return composite_gradients(in, kept, [&](const Kept<2>& inputs) {
-                        return composite(inputs[0], inputs[1], scale, act);
+                        return call_composite<Op>(inputs[0], inputs[1], scale, act);
                       });
                     });
     }
-    auto [out, signs] = below.call<Forward>(x, bias, scale, act);
+    auto [out, signs] = below.call<Forward>(call);
     const MemoryOrder order =
         kept_by_bias_act(act) == Saved::sign ? MemoryOrder(out) : MemoryOrder();
     return record(kName, {x, bias}, out, keep(signs), [=](const Incoming& in, const Kept<1>& kept) {
@@ -242,15 +244,16 @@ struct Op {
         return gradients_without_input(in, kept[0], scale, act, bias_dtype, order);
       if (order.is_logical()) return backward(in, kept[0], std::nullopt);
       auto [grad_x, grad_bias] = gradients_in_order(in, kept[0], scale, act, bias_dtype, order);
-      return variable_list{in.wants(0) ? grad_x : Tensor(), grad_bias};
+      return variable_list{grad_x, grad_bias};
     });
   }
 
   /// Casts x to the autocast dtype, as a linear layer does. A float32 bias is not cast.
-  static Tensor autocast(const Autocast& cast, const Tensor& x, const Tensor& bias, double scale,
-                         Activation act) {
-    check_tensors(kName, {{"x", x}, {"bias", bias}});
-    return call<Op>(cast(x), bias.scalar_type() == at::kFloat ? bias : cast(bias), scale, act);
+  static Tensor autocast(const Autocast& cast, const Call& call) {
+    const Tensor& bias = call.bias;
+    check_tensors(kName, {{"x", call.x}, {"bias", bias}});
+    return torchkiln::call<Op>(cast(*call.x), bias.scalar_type() == at::kFloat ? bias : cast(bias),
+                               call.scale, call.act);
   }
 };
 

@@ -9,19 +9,22 @@ namespace torchkiln::bias_act_ops {
 /// the kernel adds `bias` to it; else `bias` is not used.
 struct Backward {
   using Wanted = std::array<bool, 2>;
+  struct Arguments {
+    Borrowed<at::Tensor> grad, saved;
+    Borrowed<MaybeTensor> bias;
+    double scale;
+    Activation act;
+    at::ScalarType bias_dtype;
+    Wanted wanted;
 
+    TORCHKILN_FIELDS(self.grad, self.saved, self.bias, self.scale, self.act, self.bias_dtype,
+                     self.wanted);
+  };
   static constexpr const char* kSchema =
       "torchkiln::_bias_act_backward(Tensor grad, Tensor saved, Tensor? bias, float scale, "
       "str act, ScalarType bias_dtype, bool[2] wanted) -> (Tensor, Tensor)";
-
-  static std::tuple<at::Tensor, at::Tensor> meta(const at::Tensor& grad, const at::Tensor& saved,
-                                                 const MaybeTensor& bias, double scale,
-                                                 Activation act, at::ScalarType bias_dtype,
-                                                 Wanted wanted);
-  static std::tuple<at::Tensor, at::Tensor> kernel(const at::Tensor& grad, const at::Tensor& saved,
-                                                   const MaybeTensor& bias, double scale,
-                                                   Activation act, at::ScalarType bias_dtype,
-                                                   Wanted wanted);
+  static std::tuple<at::Tensor, at::Tensor> meta(const Arguments& call);
+  static std::tuple<at::Tensor, at::Tensor> kernel(const Arguments& call);
 };
 
 }  // namespace torchkiln::bias_act_ops

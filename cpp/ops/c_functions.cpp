@@ -1,3 +1,6 @@
+// The C functions of ops, by the name of the op, for models that AOTInductor compiled. define() in
+// torchkiln/torch/op.h adds one for each op whose types C has.
+
 #include "torchkiln/torch/c_function.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>

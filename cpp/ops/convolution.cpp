@@ -1,4 +1,6 @@
-// Convolutions with filters of one element, and the moments of their results for a batch norm.
+// Convolutions with filters of one element, and the moments of their results for a batch norm, in
+// one pass over x (_pixel_conv). Where no kernel takes the arguments, torch's convolution and a
+// pass for the moments compute the same.
 
 #include "torchkiln/kernels/convolution.h"
 

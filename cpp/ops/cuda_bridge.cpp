@@ -1,4 +1,6 @@
-// libtorchkiln_cuda: the only code that links torch's CUDA libraries.
+// libtorchkiln_cuda: the only code that links torch's CUDA libraries. It has torch's current stream
+// and torch's generator of a device as functions, TorchCuda, for the library that cuda_loader.cpp
+// is part of.
 
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <c10/cuda/CUDAGuard.h>

@@ -1,3 +1,6 @@
+// Loads libtorchkiln_cuda (cuda_bridge.cpp) at the first call on a GPU, so that the ops can be
+// imported and run on a CPU without torch's CUDA libraries.
+
 #include "torchkiln/torch/torch_cuda.h"
 
 #include <c10/util/Exception.h>

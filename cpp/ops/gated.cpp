@@ -1,3 +1,7 @@
+// swiglu, geglu and geglu_tanh: act(gate) * up in one pass, for two tensors or the halves of one.
+// Backward computes both gradients in one pass; gated_mlp also uses its form that returns the
+// output again. SwigluOut writes into a tensor of the caller.
+
 #include "gated.h"
 
 #include "torchkiln/kernels/gated.h"

@@ -14,18 +14,7 @@ template <>
 struct InSchema<Gate> {
   using Type = c10::string_view;
   static Gate read(const char* op, c10::string_view name) {
-    std::optional<Activation> found;
-    std::string known;
-    for_each_activation(
-        [&](auto tag) {
-          using Act = typename decltype(tag)::type;
-          if (name == Act::kName) found = kActivation<Act>;
-          known += std::string(known.empty() ? "" : ", ") + Act::kName;
-        },
-        Gates{});
-    TORCH_CHECK_VALUE(found.has_value(), "torchkiln.", op, ": act: got '", name,
-                      "', expected one of ", known);
-    return {*found};
+    return {find_activation(op, name, Gates{})};
   }
   static c10::string_view write(Gate gate) { return name_of(gate.act); }
 };

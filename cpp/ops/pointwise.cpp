@@ -1,3 +1,7 @@
+// add and muladd with torch's broadcasting and promotion, whose rules are in
+// detail/elementwise_operands.h. Numbers are arguments of the kernels, so that they are not copied
+// to the GPU.
+
 #include "torchkiln/kernels/pointwise.h"
 
 #include <ATen/ScalarOps.h>
@@ -49,8 +53,7 @@ struct Add {
     }
     launch_elementwise(
         "add", std::array{out}, std::array{readable(a, out), readable(b, out)},
-        [](const auto& p, auto stream) { return cuda::add(p, stream); },
-        [](const auto& p, int64_t begin, int64_t end) { return cpu::add(p, begin, end); });
+        [](const auto& p, auto stream) { return cuda::add(p, stream); }, cpu::add);
     return out;
   }
 
@@ -86,9 +89,7 @@ struct MuladdBackward {
     launch_elementwise(
         kName, std::array{grad_a, grad_b}, std::array{grad, a, b},
         [](const auto& p, auto stream) { return cuda::multiply_gradient(p, stream); },
-        [](const auto& p, int64_t begin, int64_t end) {
-          return cpu::multiply_gradient(p, begin, end);
-        });
+        cpu::multiply_gradient);
     return {grad_a, grad_b};
   }
 };
@@ -155,9 +156,7 @@ struct Muladd {
       launch_elementwise(
           kName, std::array{out}, std::array{readable(x, out), readable(y, out), readable(c, out)},
           [](const auto& p, auto stream) { return cuda::multiply_add(p, stream); },
-          [](const auto& p, int64_t begin, int64_t end) {
-            return cpu::multiply_add(p, begin, end);
-          });
+          cpu::multiply_add);
     }
     return out;
   }

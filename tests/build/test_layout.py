@@ -137,3 +137,15 @@ def test_no_private_header_is_installed() -> None:
     assert not [name for name in headers if "detail" in name]
     private = {p.name for p in sources("cuda/detail", "cpp/cpu/detail", "cpp/ops/detail")}
     assert not {Path(name).name for name in headers} & private
+
+
+def test_first_files_begin_with_their_purpose() -> None:
+    """Two to six lines: the content, the method, the other files. Tables of plans may follow."""
+    kernels = [p for p in sources("cuda/ops") if p.name in {"forward.cu", "backward.cu"}]
+    for path in kernels + [p for p in sources("cpp/ops") if p.suffix == ".cpp"]:
+        text = path.read_text()
+        comment = re.match(r"(?://.*\n)*", text)
+        assert comment, path
+        purpose = re.split(r"^//$", comment[0], maxsplit=1, flags=re.MULTILINE)
+        assert comment[0].count("\n") >= 2, path
+        assert purpose[0].count("\n") <= 6, path

@@ -112,7 +112,7 @@ CPU = (
     ),
     Fault(
         *("the output forgets the dtype", "cpu", "cpp/ops/reduction/reduction.cpp"),
-        "return empty_of(shape, x.options().dtype(result_dtype(x, dtype)));",
+        "return empty_of(shape, x.options().dtype(result_dtype(x, call.dtype)));",
         "return empty_of(shape, x.options());",
         *("sum", "values@float32 or meta_and_fake"),
     ),

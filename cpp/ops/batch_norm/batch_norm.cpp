@@ -3,7 +3,7 @@
 // reads x once more. See batch_norm.h for the other files.
 
 #include "batch_norm/operands.h"
-
+#include "detail/memory_order.h"
 #include "torchkiln/torch/checks.h"
 #include "torchkiln/torch/ops.h"
 
@@ -91,16 +91,6 @@ struct Settings {
   bool channels_last;  // channels_are_last() of x
 };
 
-/// The sign bits as numbers: 1 where the output was positive. Bits are in the order of memory.
-Tensor unpacked(const Tensor& signs, const Tensor& x, bool channels_last) {
-  const Tensor place = at::arange(8, signs.options());
-  const Tensor bits = signs.unsqueeze(-1).bitwise_right_shift(place).bitwise_and(1);
-  const Tensor flat =
-      bits.flatten().slice_symint(0, 0, x.sym_numel()).to(compute_dtype(x.scalar_type()));
-  if (!channels_last) return flat.reshape_symint(x.sym_sizes());
-  return flat.reshape_symint(x.movedim(1, -1).sym_sizes()).movedim(-1, 1);
-}
-
 /// The gradients with torch's own ops. `kept` has x, the statistics, weight, bias, the residual and
 /// the signs.
 variable_list composite_backward(const Incoming& in, const Kept<6>& kept,
@@ -112,8 +102,12 @@ variable_list composite_backward(const Incoming& in, const Kept<6>& kept,
     added = at::zeros_like(x);
     stand_in_for(in, 3, added);
   }
-  if (signs.defined()) positive = unpacked(signs, x, settings.channels_last);
   const at::ScalarType dtype = x.scalar_type();
+  if (signs.defined() && settings.channels_last) {
+    positive = unpack_signs(signs, with_channels_last(x), compute_dtype(dtype)).movedim(-1, 1);
+  } else if (signs.defined()) {
+    positive = unpack_signs(signs, x, compute_dtype(dtype));
+  }
   variable_list found = composite_gradients(
       in, std::array{x.to(compute_dtype(dtype)), weight, bias, added},
       [&](const std::array<Tensor, 4>& inputs) {
@@ -152,11 +146,7 @@ variable_list gradients(const Incoming& in, const Kept<6>& kept, const Settings&
   auto [grad_x, grad_weight, grad_bias, grad_residual] = call_below<Backward>(
       in[0], *pixels, statistics, maybe(weight), maybe(bias), maybe(residual), maybe(signs),
       settings.act, settings.training, wanted, maybe(in.second()));
-  return {wanted[0] ? grad_x : Tensor(), wanted[1] ? grad_weight : Tensor(),
-          wanted[2] ? grad_bias : Tensor(),
-          wanted[3]     ? grad_residual
-          : in.wants(3) ? in[0]
-                        : Tensor()};
+  return {grad_x, grad_weight, grad_bias, passes ? in[0] : grad_residual};
 }
 
 }  // namespace

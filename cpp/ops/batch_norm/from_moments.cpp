@@ -1,4 +1,5 @@
-// Batch norm in training of an x whose moments are known, because the op that made x computed them.
+// Batch norm in training of an x whose moments are known, because the op that made x computed
+// them. It skips the pass over x that computes moments; backward is that of bn_act.
 
 #include "batch_norm/batch_norm.h"
 #include "torchkiln/torch/checks.h"

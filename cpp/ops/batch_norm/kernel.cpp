@@ -99,10 +99,9 @@ Three run(const Call& call, bool for_backward) {
   arguments.momentum = call.momentum;
   arguments.eps = call.eps;
   launch_split(
-      kName, y, arguments, kGrain, [&] { return cpu::split(arguments); },
+      kName, y, arguments, kGrain, cpu::split,
       [&](Allocate allocate, auto stream) { return cuda::batch_norm(arguments, allocate, stream); },
-      [&](int64_t begin, int64_t end) { return cpu::batch_norm_moments(arguments, begin, end); },
-      [&](int64_t begin, int64_t end) { return cpu::batch_norm_finish(arguments, begin, end); });
+      cpu::batch_norm_moments, cpu::batch_norm_finish);
   if (y.is_cpu()) {
     for_each_element(kName, y, [&](int64_t begin, int64_t end) {
       return cpu::batch_norm(arguments, begin, end);
@@ -219,14 +218,11 @@ Four Backward::kernel(const Arguments& call) {
     arguments.coefficients = coefficients.data_ptr();
   }
   launch_split(
-      kBackward, x, arguments, kGrain, [&] { return cpu::split(arguments); },
+      kBackward, x, arguments, kGrain, cpu::split,
       [&](Allocate allocate, auto stream) {
         return cuda::batch_norm_backward(arguments, allocate, stream);
       },
-      [&](int64_t begin, int64_t end) { return cpu::batch_norm_sums(arguments, begin, end); },
-      [&](int64_t begin, int64_t end) {
-        return cpu::batch_norm_sums_finish(arguments, begin, end);
-      });
+      cpu::batch_norm_sums, cpu::batch_norm_sums_finish);
   if (x.is_cpu() && call.wanted[0]) {
     for_each_element(kBackward, x, [&](int64_t begin, int64_t end) {
       return cpu::batch_norm_backward(arguments, begin, end);

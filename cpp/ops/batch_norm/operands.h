@@ -57,14 +57,6 @@ inline ChannelLayout layout_of(const Tensor& x, bool channels_last) {
   return {x.size(0), channels, count / x.size(0)};
 }
 
-inline Tensor contiguous(const MaybeTensor& tensor) {
-  return tensor ? tensor->contiguous() : Tensor();
-}
-
-inline const void* data(const Tensor& tensor) {
-  return tensor.defined() ? tensor.const_data_ptr() : nullptr;
-}
-
 /// The address of an output; null for one that is not wanted.
 inline void* output(const Tensor& tensor) {
   return tensor.numel() == 0 ? nullptr : tensor.data_ptr();

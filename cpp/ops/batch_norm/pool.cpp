@@ -253,24 +253,17 @@ struct PoolOp {
     if (in.needs_composite()) {
       return composite_gradients(
           in, std::array{x, weight, bias}, [&](const std::array<Tensor, 3>& inputs) {
-            const MaybeTensor weight = maybe(inputs[1]), bias = maybe(inputs[2]);
-            PoolCall call{};
-            call.x = inputs[0];
-            call.weight = weight;
-            call.bias = bias;
-            call.act = act;
-            call.eps = eps;
-            call.window = window;
-            call.complete();
-            return composite(call);
+            const MaybeTensor running;  // not updated again
+            return call_composite<PoolOp>(inputs[0], maybe(inputs[1]), maybe(inputs[2]), running,
+                                          running, act, /*momentum=*/0.0, eps, window.kernel,
+                                          window.stride, window.padding);
           });
     }
     const PoolBackward::Wanted wanted{in.wants(0), in.wants(1), in.wants(2)};
     auto [grad_x, grad_weight, grad_bias] =
         call_below<PoolBackward>(in[0], x, statistics, places, maybe(weight), maybe(bias), act,
                                  window.kernel, window.stride, window.padding, wanted);
-    return {wanted[0] ? grad_x : Tensor(), wanted[1] ? grad_weight : Tensor(),
-            wanted[2] ? grad_bias : Tensor()};
+    return {grad_x, grad_weight, grad_bias};
   }
 };
 

@@ -1,4 +1,5 @@
 // Counters of changes that do not increment a tensor's version, for copies that must be renewed.
+// Running statistics change in this way in training; folds into convolutions are such copies.
 
 #include <array>
 #include <atomic>

@@ -32,12 +32,11 @@ struct SyncMoments {
     arguments.training = true;
     arguments.moments = moments.data_ptr<double>();
     launch_split(
-        kSync, x, arguments, kGrain, [&] { return cpu::split(arguments); },
+        kSync, x, arguments, kGrain, cpu::split,
         [&](Allocate allocate, auto stream) {
           return cuda::batch_norm_moments(arguments, allocate, stream);
         },
-        [&](int64_t begin, int64_t end) { return cpu::batch_norm_moments(arguments, begin, end); },
-        [&](int64_t begin, int64_t end) { return cpu::batch_norm_finish(arguments, begin, end); });
+        cpu::batch_norm_moments, cpu::batch_norm_finish);
     return moments;
   }
 };
@@ -162,14 +161,11 @@ struct SyncSums {
     arguments.count = call.count->const_data_ptr<double>();
     arguments.coefficients = output(coefficients);
     launch_split(
-        kSync, x, arguments, kGrain, [&] { return cpu::split(arguments); },
+        kSync, x, arguments, kGrain, cpu::split,
         [&](Allocate allocate, auto stream) {
           return cuda::batch_norm_backward_sums(arguments, allocate, stream);
         },
-        [&](int64_t begin, int64_t end) { return cpu::batch_norm_sums(arguments, begin, end); },
-        [&](int64_t begin, int64_t end) {
-          return cpu::batch_norm_sums_finish(arguments, begin, end);
-        });
+        cpu::batch_norm_sums, cpu::batch_norm_sums_finish);
     return {coefficients, grad_weight, grad_bias, grad_residual};
   }
 };

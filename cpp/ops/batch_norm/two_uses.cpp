@@ -1,4 +1,5 @@
-// Aliases of a tensor for two uses. The node that made the tensor adds the gradients of both uses.
+// Aliases of a tensor for two uses. The node that made the tensor adds the gradients of both uses:
+// the backward kernel of bn_act reads the second gradient, where autograd would add it in a pass.
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/graph_task.h>

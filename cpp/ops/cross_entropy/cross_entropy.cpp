@@ -1,10 +1,8 @@
-// The loss of cross_entropy, and its metrics for the log of a training run.
-//
-// Forward computes the loss and the state of each row (see state_size() in kernel.h), from which
-// backward computes the gradient of the logits without computing their sums again. kernel.h
-// launches the kernels, composite.h is the loss in torch's ops, overwrite.h has the checks of
-// inplace_backward. shard.cpp has the loss of a shard of the classes; the files linear_* also
-// compute the logits.
+// The loss of cross_entropy, and its metrics for the log of a training run. Forward computes the
+// loss and the state of each row (see state_size() in kernel.h), from which backward computes the
+// gradient of the logits without computing their sums again. kernel.h launches the kernels,
+// composite.h is the loss in torch's ops, overwrite.h has the checks of inplace_backward. shard.cpp
+// has the loss of a shard of the classes; the files linear_* also compute the logits.
 
 #include <limits>
 

@@ -17,7 +17,9 @@ inline const char* name_of(Activation activation) {
   return name;
 }
 
-inline Activation find_activation(const char* op, std::string_view name) {
+/// The activation of a list that has this name. Raises an error for other names.
+template <class List = Activations>
+Activation find_activation(const char* op, std::string_view name, List list = {}) {
   std::optional<Activation> found;
   std::string known;
   for_each_activation(
@@ -25,13 +27,13 @@ inline Activation find_activation(const char* op, std::string_view name) {
         using Act = typename decltype(tag)::type;
         if (name == Act::kName) found = kActivation<Act>;
       },
-      Activations{});
+      list);
   if (found) return *found;
   for_each_activation(
       [&](auto tag) {
         known += std::string(known.empty() ? "" : ", ") + decltype(tag)::type::kName;
       },
-      Activations{});
+      list);
   TORCH_CHECK_VALUE(false, "torchkiln.", op, ": act: got '", name, "', expected one of ", known);
 }
 

@@ -4,7 +4,7 @@
 
 #include <ATen/ATen.h>
 
-#include "detail/composite_activations.h"
+#include "torchkiln/kernels/activation.h"
 #include "torchkiln/torch/elementwise.h"
 
 namespace torchkiln {
@@ -20,13 +20,18 @@ inline bool transposes(const Layout<1>& layout) {
 /// kernels transpose numbers through squares in shared memory; torch's copy reads or writes single
 /// elements far apart.
 inline void copy_elements(const at::Tensor& to, const at::Tensor& from) {
-  std::array inputs{from};
-  if (from.is_cuda() && from.is_floating_point() &&
-      transposes(describe(std::array{to}, inputs).layout)) {
-    run_activation("copy", kActivation<None>, to, from);
-  } else {
-    to.copy_(from);
+  if (from.is_cuda() && from.is_floating_point() && from.numel() > 0) {
+    std::array inputs{from};
+    const auto arguments = describe(std::array{to}, inputs);
+    if (transposes(arguments.layout)) {
+      const auto none = [](int64_t, int64_t) { return Status{}; };
+      return launch(
+          "copy", to, 0, 1,
+          [&](auto stream) { return cuda::activation(arguments, kActivation<None>, stream); },
+          none);
+    }
   }
+  to.copy_(from);
 }
 
 /// A contiguous copy of a tensor that is not contiguous.

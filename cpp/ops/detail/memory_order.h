@@ -45,4 +45,16 @@ class MemoryOrder {
   c10::SmallVector<int64_t, 8> dims_;
 };
 
+/// Sign bits as numbers of the shape of `like`, which has the order of the bits: 1 where the output
+/// was positive.
+inline at::Tensor unpack_signs(const at::Tensor& signs, const at::Tensor& like,
+                               at::ScalarType dtype) {
+  const at::Tensor place = at::arange(8, signs.options());
+  const at::Tensor bits = signs.unsqueeze(-1).bitwise_right_shift(place).bitwise_and(1);
+  return bits.flatten()
+      .slice_symint(0, 0, like.sym_numel())
+      .reshape_symint(like.sym_sizes())
+      .to(dtype);
+}
+
 }  // namespace torchkiln

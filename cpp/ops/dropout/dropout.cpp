@@ -76,29 +76,39 @@ void run(const Call& call, const Dropout& dropout, const Tensor& out) {
 /// The wanted gradients of x and bias.
 struct Backward {
   using Wanted = std::array<bool, 2>;
+  struct Arguments {
+    Borrowed<Tensor> grad, state;
+    double p;
+    at::ScalarType bias_dtype;
+    Wanted wanted;
+    std::optional<at::ScalarType> x_dtype;
+
+    TORCHKILN_FIELDS(self.grad, self.state, self.p, self.bias_dtype, self.wanted, self.x_dtype);
+  };
   static constexpr const char* kSchema =
       "torchkiln::_dropout_add_backward(Tensor grad, Tensor state, float p, ScalarType bias_dtype, "
       "bool[2] wanted, ScalarType? x_dtype=None) -> (Tensor, Tensor)";
   static constexpr const char* kName = "dropout_add_backward";
 
-  static Two meta(const Tensor& grad, const Tensor& state, double p, at::ScalarType bias_dtype,
-                  Wanted wanted, std::optional<at::ScalarType> x_dtype) {
-    check_tensors(kName, {{"grad", grad}, {"state", state}});
+  static Two meta(const Arguments& call) {
+    const Tensor& grad = call.grad;
+    check_tensors(kName, {{"grad", grad}, {"state", call.state}});
     check_dtype(kName, "grad", grad);
-    check_state(kName, state);
-    check_p(kName, p);
-    const at::ScalarType grad_x_dtype = x_dtype.value_or(grad.scalar_type());
-    return {wanted[0] ? empty_of(grad.sym_sizes(), grad.options().dtype(grad_x_dtype))
-                      : no_output(grad),
-            wanted[1] ? empty_of({grad.sym_size(-1)}, grad.options().dtype(bias_dtype))
-                      : no_output(grad)};
+    check_state(kName, call.state);
+    check_p(kName, call.p);
+    const at::ScalarType grad_x_dtype = call.x_dtype.value_or(grad.scalar_type());
+    return {call.wanted[0] ? empty_of(grad.sym_sizes(), grad.options().dtype(grad_x_dtype))
+                           : no_output(grad),
+            call.wanted[1] ? empty_of({grad.sym_size(-1)}, grad.options().dtype(call.bias_dtype))
+                           : no_output(grad)};
   }
 
-  static Two kernel(const Tensor& grad, const Tensor& state, double p, at::ScalarType bias_dtype,
-                    Wanted wanted, std::optional<at::ScalarType> x_dtype) {
-    auto [grad_x, grad_bias] = meta(grad, state, p, bias_dtype, wanted, x_dtype);
-    if (grad.numel() == 0 || p == 1) return {grad_x.zero_(), grad_bias.zero_()};
-    const Dropout dropout = dropout_of(p, state);
+  static Two kernel(const Arguments& call) {
+    auto [grad_x, grad_bias] = meta(call);
+    const Tensor& grad = call.grad;
+    const Wanted wanted = call.wanted;
+    if (grad.numel() == 0 || call.p == 1) return {grad_x.zero_(), grad_bias.zero_()};
+    const Dropout dropout = dropout_of(call.p, call.state);
     if (wanted[1] && grad.is_cuda() && grad_x.scalar_type() == grad.scalar_type()) {
       run_with_bias(grad, dropout, grad_x, grad_bias);
       return {grad_x, grad_bias};
@@ -117,7 +127,7 @@ struct Backward {
         });
     if (!wanted[1]) return {grad_x, grad_bias};
     if (wanted[0]) grad_x.copy_(passed);
-    return {grad_x, sum_to_last(passed, 1, bias_dtype)};
+    return {grad_x, sum_to_last(passed, 1, call.bias_dtype)};
   }
 
   /// Computes both gradients in one pass, on a GPU.
@@ -192,7 +202,7 @@ variable_list gradients(const Incoming& in, const Tensor& state, double p, at::S
   } else {
     std::tie(grad_x, grad_bias) = call_below<Backward>(grad, state, p, bias_dtype, wanted, x_dtype);
   }
-  return {wanted[0] ? grad_x : Tensor(), wanted[1] ? grad_bias : Tensor(), grad};
+  return {grad_x, grad_bias, grad};
 }
 
 /// Connects `out` to its inputs; backward generates the mask of `state` again.

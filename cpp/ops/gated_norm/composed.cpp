@@ -64,10 +64,10 @@ Three composed_backward(const Backward::Arguments& call) {
     std::tie(grad_gate, through) =
         gated_ops::GatedBackward::kernel(through, gate, scaled(n, weight, offset), kSilu);
   }
-  Tensor grad_x = std::get<0>(
-      norm_ops::Backward::kernel(as_groups(scaled(through, weight, offset), rstd), std::nullopt, z,
-                                 rstd.view({1, z.size(0), z.size(1)}), std::nullopt, /*offset=*/0,
-                                 compute, {true, false, false}));
+  Tensor grad_x = std::get<0>(call_below<norm_ops::Backward>(
+      as_groups(scaled(through, weight, offset), rstd), MaybeTensor(), z,
+      rstd.view({1, z.size(0), z.size(1)}), MaybeTensor(), /*offset=*/0.0, compute,
+      norm_ops::Backward::Wanted{true, false, false}));
   grad_x = grad_x.view(x.sizes());
   if (gate_first)
     std::tie(grad_gate, grad_x) = gated_ops::GatedBackward::kernel(grad_x, gate, wide, kSilu);

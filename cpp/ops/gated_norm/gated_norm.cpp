@@ -57,8 +57,7 @@ variable_list gradients(const Incoming& in, const Kept<4>& kept, const Settings&
   if (!in.needs_composite()) {
     auto [grad_x, grad_gate, grad_weight] = call_below<Backward>(
         in[0], x, gate, rstd, maybe(weight), settings.gate_first, settings.offset, wanted);
-    return {wanted[0] ? grad_x : Tensor(), wanted[1] ? grad_gate : Tensor(),
-            wanted[2] ? grad_weight : Tensor()};
+    return {grad_x, grad_gate, grad_weight};
   }
   const at::ScalarType dtype = x.scalar_type(), compute = compute_dtype(dtype);
   variable_list found = composite_gradients(

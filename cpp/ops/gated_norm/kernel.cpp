@@ -52,12 +52,6 @@ void check_backward(const Backward::Arguments& call) {
                              "grad", grad);
 }
 
-Tensor contiguous(const MaybeTensor& tensor) { return tensor ? tensor->contiguous() : Tensor(); }
-
-const void* data(const Tensor& tensor) {
-  return tensor.defined() ? tensor.const_data_ptr() : nullptr;
-}
-
 /// The sizes of a call: [tokens, groups, columns].
 struct Sizes {
   int64_t tokens, groups, columns;
@@ -168,15 +162,12 @@ Three Backward::kernel(const Arguments& call) {
   arguments.gate_stride = gate_rows.stride;
   bool held = true;
   launch_split(
-      kBackward, grad, arguments, kElementwiseGrain / 64, [&] { return cpu::split(arguments); },
+      kBackward, grad, arguments, kElementwiseGrain / 64, cpu::split,
       [&](Allocate allocate, auto stream) {
         held = cuda::holds_rows(arguments);
         return held ? cuda::gated_norm_backward(arguments, allocate, stream) : Status{};
       },
-      [&](int64_t begin, int64_t end) { return cpu::gated_norm_backward(arguments, begin, end); },
-      [&](int64_t begin, int64_t end) {
-        return cpu::gated_norm_backward_finish(arguments, begin, end);
-      });
+      cpu::gated_norm_backward, cpu::gated_norm_backward_finish);
   if (held) return {grad_x, grad_gate, grad_weight};
   note_composed(sizes);
   auto [of_x, of_gate, of_weight] = composed_backward(call);

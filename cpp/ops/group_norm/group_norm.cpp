@@ -60,8 +60,7 @@ variable_list gradients(const Incoming& in, const Kept<4>& kept, const Settings&
   const Backward::Wanted wanted{in.wants(0), in.wants(1), in.wants(2)};
   auto [grad_x, grad_weight, grad_bias] = call_below<Backward>(
       in[0], x, statistics, settings.num_groups, maybe(weight), maybe(bias), settings.act, wanted);
-  return {wanted[0] ? grad_x : Tensor(), wanted[1] ? grad_weight : Tensor(),
-          wanted[2] ? grad_bias : Tensor()};
+  return {grad_x, grad_weight, grad_bias};
 }
 
 struct Op {

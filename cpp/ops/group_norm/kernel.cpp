@@ -1,4 +1,5 @@
 // The kernels of group_norm: checks, outputs and launches. Layouts are those of batch norm.
+// group_norm.cpp has the op and its derivatives.
 
 #include "batch_norm/operands.h"
 #include "group_norm/group_norm.h"
@@ -75,16 +76,16 @@ class Operands {
         layout_{call.x->size(0), call.x->size(1), call.num_groups,
                 call.x->numel() / (call.x->size(0) * call.x->size(1)), channels_last_},
         x_(in_layout("x", *call.x, channels_last_)),
-        weight_(batch_norm_ops::contiguous(call.weight)),
-        bias_(batch_norm_ops::contiguous(call.bias)) {}
+        weight_(contiguous(call.weight)),
+        bias_(contiguous(call.bias)) {}
 
   bool channels_last() const { return channels_last_; }
 
   template <class Problem>
   void fill(Problem& problem) const {
     problem.x = x_->const_data_ptr();
-    problem.weight = batch_norm_ops::data(weight_);
-    problem.bias = batch_norm_ops::data(bias_);
+    problem.weight = data(weight_);
+    problem.bias = data(bias_);
     problem.dtype = dtype_of(*x_);
     problem.parameter_dtype = dtype_of(weight_.defined() ? weight_ : bias_.defined() ? bias_ : *x_);
     problem.layout = layout_;
@@ -156,14 +157,11 @@ Three Backward::kernel(const Arguments& call) {
   arguments.grad_bias = output(grad_bias);
   arguments.activation = call.act;
   launch_split(
-      kBackward, x, arguments, kElementwiseGrain, [&] { return cpu::split(arguments); },
+      kBackward, x, arguments, kElementwiseGrain, cpu::split,
       [&](Allocate allocate, auto stream) {
         return cuda::group_norm_backward(arguments, allocate, stream);
       },
-      [&](int64_t begin, int64_t end) { return cpu::group_norm_backward(arguments, begin, end); },
-      [&](int64_t begin, int64_t end) {
-        return cpu::group_norm_backward_finish(arguments, begin, end);
-      });
+      cpu::group_norm_backward, cpu::group_norm_backward_finish);
   return {grad_x, grad_weight, grad_bias};
 }
 

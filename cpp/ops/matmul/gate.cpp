@@ -1,3 +1,6 @@
+// A product and a gate in one kernel, on compute capability 9.0: forward and backward of the
+// hidden layer of gated_mlp. Returns nothing where separate kernels take less time.
+
 #include "matmul/gate.h"
 
 #include "matmul/kernel.h"

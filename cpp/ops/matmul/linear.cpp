@@ -217,14 +217,8 @@ struct Op {
           if (act != kActivation<None> && in.needs_composite()) {
             variable_list found =
                 composite_gradients(in, std::array{x, weight, bias}, [&](const auto& inputs) {
-                  const MaybeTensor bias = maybe(inputs[2]);
-                  Call call{};
-                  call.x = inputs[0];
-                  call.weight = inputs[1];
-                  call.bias = bias;
-                  call.act = act;
-                  call.scale = scale;
-                  return composite(call);
+                  return call_composite<Op>(inputs[0], inputs[1], maybe(inputs[2]), act, scale,
+                                            MaybeTensor());
                 });
             found.push_back(in[0]);
             return found;

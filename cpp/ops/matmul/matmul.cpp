@@ -1,3 +1,7 @@
+// matmul, by torch's products, which are as fast as our kernels without an epilogue. On a CPU with
+// AMX, some factors are padded first (detail/whole_tiles.h). A gradient that is summed over a batch
+// is one product with a longer inner sum. linear.cpp has the layer with an activation.
+
 #include <ATen/ExpandUtils.h>
 
 #include "detail/whole_tiles.h"

@@ -303,15 +303,8 @@ struct Op : Schema<Kind> {
           if (in.needs_composite()) {
             return composite_gradients(
                 in, std::array{x, up, down, up_bias, down_bias}, [&](const auto& inputs) {
-                  const MaybeTensor up_bias = maybe(inputs[3]), down_bias = maybe(inputs[4]);
-                  Arguments again{};
-                  again.x = inputs[0];
-                  again.up = inputs[1];
-                  again.down = inputs[2];
-                  again.up_bias = up_bias;
-                  again.down_bias = down_bias;
-                  again.act = act;
-                  return composite(again);
+                  return call_composite<Op>(inputs[0], inputs[1], inputs[2], maybe(inputs[3]),
+                                            maybe(inputs[4]), act, HiddenSave::none);
                 });
           }
           const bool wants_layer = in.wants(0) || in.wants(1) || in.wants(3);

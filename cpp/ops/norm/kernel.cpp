@@ -18,12 +18,6 @@ void check_parameter(const Call& call, const char* name, const MaybeTensor& para
                              call.residual_is_wider() ? "residual" : "x", call.wider());
 }
 
-Tensor contiguous(const MaybeTensor& tensor) { return tensor ? tensor->contiguous() : Tensor(); }
-
-const void* data(const Tensor& tensor) {
-  return tensor.defined() ? tensor.const_data_ptr() : nullptr;
-}
-
 /// The address of rstd, the last row of the statistics.
 void* rstd_of(const Tensor& stats, int64_t rows) {
   const auto bytes = (stats.size(0) - 1) * rows * static_cast<int64_t>(stats.itemsize());
@@ -109,14 +103,15 @@ Two Forward::kernel(const Arguments& call) {
   return {y, stats};
 }
 
-Three Backward::meta(const Tensor& grad, const MaybeTensor& grad_sum, const Tensor& z,
-                     const Tensor& stats, const MaybeTensor& weight, double,
-                     at::ScalarType weight_dtype, Wanted wanted) {
+Three Backward::meta(const Arguments& call) {
+  const Tensor &grad = call.grad, &stats = call.stats;
+  const MaybeTensor& weight = call.weight;
+  const Wanted wanted = call.wanted;
   constexpr const char* kName = "norm_backward";
   check_tensor(kName, "grad", grad);
   check_dtype(kName, "grad", grad);
-  check_like(kName, "z", z, "grad", grad);
-  if (grad_sum) check_like(kName, "grad_sum", *grad_sum, "grad", grad);
+  check_like(kName, "z", call.z, "grad", grad);
+  if (call.grad_sum) check_like(kName, "grad_sum", *call.grad_sum, "grad", grad);
   check_same_device(kName, "stats", stats, "grad", grad);
   const int64_t leading = stats.dim() - 1;
   const at::ScalarType compute = compute_dtype(grad.scalar_type());
@@ -130,25 +125,24 @@ Three Backward::meta(const Tensor& grad, const MaybeTensor& grad_sum, const Tens
       !wanted[2] || stats.sym_size(0) == 2, "torchkiln.", kName,
       ": wanted: got the gradient of the bias of an RMS norm, expected those of x and weight");
   const c10::SymIntArrayRef shape = grad.sym_sizes().slice(leading);
-  check_parameter_dtype(kName, "weight_dtype", weight_dtype, "grad", grad.scalar_type());
+  check_parameter_dtype(kName, "weight_dtype", call.weight_dtype, "grad", grad.scalar_type());
   if (weight) {
     check_same_device(kName, "weight", *weight, "grad", grad);
-    TORCH_CHECK(weight->scalar_type() == weight_dtype && weight->sym_sizes().equals(shape),
+    TORCH_CHECK(weight->scalar_type() == call.weight_dtype && weight->sym_sizes().equals(shape),
                 "torchkiln.", kName, ": weight: got ", dtype_name(weight->scalar_type()), " ",
-                weight->sym_sizes(), ", expected the ", dtype_name(weight_dtype), " ", shape,
+                weight->sym_sizes(), ", expected the ", dtype_name(call.weight_dtype), " ", shape,
                 " of the forward");
   }
-  const at::TensorOptions parameter = grad.options().dtype(weight_dtype);
+  const at::TensorOptions parameter = grad.options().dtype(call.weight_dtype);
   return {wanted[0] ? empty_contiguous(grad) : no_output(grad),
           wanted[1] ? empty_of(shape, parameter) : no_output(grad),
           wanted[2] ? empty_of(shape, parameter) : no_output(grad)};
 }
 
-Three Backward::kernel(const Tensor& grad, const MaybeTensor& grad_sum, const Tensor& z,
-                       const Tensor& stats, const MaybeTensor& weight, double offset,
-                       at::ScalarType weight_dtype, Wanted wanted) {
-  auto [grad_x, grad_weight, grad_bias] =
-      meta(grad, grad_sum, z, stats, weight, offset, weight_dtype, wanted);
+Three Backward::kernel(const Arguments& call) {
+  auto [grad_x, grad_weight, grad_bias] = meta(call);
+  const Tensor &grad = call.grad, &stats = call.stats;
+  const Wanted wanted = call.wanted;
   if (grad.numel() == 0) return {grad_x, grad_weight.zero_(), grad_bias.zero_()};
   if (!wanted[0] && !wanted[1] && !wanted[2]) return {grad_x, grad_weight, grad_bias};
 
@@ -156,12 +150,12 @@ Three Backward::kernel(const Tensor& grad, const MaybeTensor& grad_sum, const Te
   const int64_t rows = stats.numel() / stats.size(0);
   const int64_t columns = grad.numel() / rows;
   const RowsView grad_rows = view_as_rows(grad, rows, columns);
-  const RowsView z_rows = view_as_rows(z, rows, columns);
-  const RowsView sum_rows = grad_sum ? view_as_rows(*grad_sum, rows, columns) : grad_rows;
-  const Tensor weights = contiguous(weight);
+  const RowsView z_rows = view_as_rows(call.z, rows, columns);
+  const RowsView sum_rows = call.grad_sum ? view_as_rows(*call.grad_sum, rows, columns) : grad_rows;
+  const Tensor weights = contiguous(call.weight);
   NormBackward arguments{};
   arguments.grad = grad_rows.tensor->const_data_ptr();
-  arguments.grad_sum = grad_sum ? sum_rows.tensor->const_data_ptr() : nullptr;
+  arguments.grad_sum = call.grad_sum ? sum_rows.tensor->const_data_ptr() : nullptr;
   arguments.z = z_rows.tensor->const_data_ptr();
   arguments.weight = data(weights);
   arguments.mean = centered ? stats.const_data_ptr() : nullptr;
@@ -170,22 +164,20 @@ Three Backward::kernel(const Tensor& grad, const MaybeTensor& grad_sum, const Te
   arguments.grad_weight = wanted[1] ? grad_weight.data_ptr() : nullptr;
   arguments.grad_bias = wanted[2] ? grad_bias.data_ptr() : nullptr;
   arguments.dtype = dtype_of(grad);
-  arguments.weight_dtype = dtype_of(weight_dtype);
+  arguments.weight_dtype = dtype_of(call.weight_dtype);
   arguments.centered = centered;
-  arguments.weight_offset = offset;
+  arguments.weight_offset = call.offset;
   arguments.rows = rows;
   arguments.columns = columns;
   arguments.grad_row_stride = grad_rows.stride;
   arguments.grad_sum_row_stride = sum_rows.stride;
   arguments.z_row_stride = z_rows.stride;
   launch_split(
-      "norm_backward", grad, arguments, kElementwiseGrain / 64,
-      [&] { return cpu::split(arguments); },
+      "norm_backward", grad, arguments, kElementwiseGrain / 64, cpu::split,
       [&](Allocate allocate, auto stream) {
         return cuda::norm_backward(arguments, allocate, stream);
       },
-      [&](int64_t begin, int64_t end) { return cpu::norm_backward(arguments, begin, end); },
-      [&](int64_t begin, int64_t end) { return cpu::norm_backward_finish(arguments, begin, end); });
+      cpu::norm_backward, cpu::norm_backward_finish);
   return {grad_x, grad_weight, grad_bias};
 }
 

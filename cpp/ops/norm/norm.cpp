@@ -62,8 +62,7 @@ Two recorded(const Below& below, const Call& call) {
     if (!in.needs_composite()) {
       auto [grad_z, grad_weight, grad_bias] = call_below<Backward>(
           in[0], maybe(grad_sum), z, stats, maybe(weight), offset, weight_dtype, wanted);
-      return variable_list{wanted[0] ? grad_z : Tensor(), wanted[1] ? grad_weight : Tensor(),
-                           wanted[2] ? grad_bias : Tensor()};
+      return variable_list{grad_z, grad_weight, grad_bias};
     }
     const at::ScalarType dtype = z.scalar_type(), compute = compute_dtype(dtype);
     const Tensor bias = bias_dtype == at::ScalarType::Undefined

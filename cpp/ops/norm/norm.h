@@ -131,16 +131,24 @@ struct AddForward {
 /// gives the number of normalized dimensions.
 struct Backward {
   using Wanted = std::array<bool, 3>;
+  struct Arguments {
+    Borrowed<Tensor> grad;
+    Borrowed<MaybeTensor> grad_sum;
+    Borrowed<Tensor> z, stats;
+    Borrowed<MaybeTensor> weight;
+    double offset;
+    at::ScalarType weight_dtype;
+    Wanted wanted;
+
+    TORCHKILN_FIELDS(self.grad, self.grad_sum, self.z, self.stats, self.weight, self.offset,
+                     self.weight_dtype, self.wanted);
+  };
   static constexpr const char* kSchema =
       "torchkiln::_norm_backward(Tensor grad, Tensor? grad_sum, Tensor z, Tensor stats, "
       "Tensor? weight, float offset, ScalarType weight_dtype, bool[3] wanted) -> "
       "(Tensor, Tensor, Tensor)";
-  static Three meta(const Tensor& grad, const MaybeTensor& grad_sum, const Tensor& z,
-                    const Tensor& stats, const MaybeTensor& weight, double offset,
-                    at::ScalarType weight_dtype, Wanted wanted);
-  static Three kernel(const Tensor& grad, const MaybeTensor& grad_sum, const Tensor& z,
-                      const Tensor& stats, const MaybeTensor& weight, double offset,
-                      at::ScalarType weight_dtype, Wanted wanted);
+  static Three meta(const Arguments& call);
+  static Three kernel(const Arguments& call);
 };
 
 }  // namespace norm_ops

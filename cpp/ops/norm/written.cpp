@@ -1,4 +1,5 @@
-// Norms that write into tensors of the caller, for inference: no gradients.
+// Norms that write into tensors of the caller, for inference: no gradients. kernel.cpp has the
+// launch; the ops of norm.cpp have the same arguments but for `out`.
 
 #include "torchkiln/torch/written.h"
 #include "norm/norm.h"

@@ -1,3 +1,7 @@
+// sum and mean over any dimensions. Dimensions that can be read as one are merged, and sums over
+// others are taken in steps (steps.h). A result that overflowed on the CPU is computed again in
+// float64. Integers and bools are left to torch.
+
 #include <atomic>
 #include <cfenv>
 #include <limits>
@@ -31,6 +35,16 @@ at::ScalarType result_dtype(const Tensor& x, OptionalDtype dtype) {
   return dtype.value_or(is_supported_dtype(x.scalar_type()) ? x.scalar_type() : at::kLong);
 }
 
+/// The arguments of both ops.
+struct Call {
+  Borrowed<Tensor> x;
+  OptionalIntArrayRef dim;
+  bool keepdim;
+  OptionalDtype dtype;
+
+  TORCHKILN_FIELDS(self.x, self.dim, self.keepdim, self.dtype);
+};
+
 struct Sum {
   static constexpr const char* kSchema =
       "torchkiln::sum(Tensor x, int[1]? dim=None, bool keepdim=False, *, ScalarType? dtype=None) "
@@ -45,9 +59,8 @@ struct Sum {
     TORCH_CHECK(!dtype || is_summable(*dtype), "torchkiln.sum: dtype: got ",
                 dtype_name(dtype.value_or(at::kFloat)), ", expected ", kSupportedDtypes, kExpected);
   }
-  static Tensor by_torch(const Tensor& x, OptionalIntArrayRef dim, bool keepdim,
-                         OptionalDtype dtype) {
-    return at::sum(x, dim, keepdim, dtype);
+  static Tensor by_torch(const Call& call) {
+    return at::sum(call.x, call.dim, call.keepdim, call.dtype);
   }
 };
 
@@ -68,9 +81,8 @@ struct Mean {
                 dtype_name(dtype.value_or(at::kFloat)), ", expected ", kSupportedDtypes);
   }
 
-  static Tensor by_torch(const Tensor& x, OptionalIntArrayRef dim, bool keepdim,
-                         OptionalDtype dtype) {
-    return at::mean(x, dim, keepdim, dtype);
+  static Tensor by_torch(const Call& call) {
+    return at::mean(call.x, call.dim, call.keepdim, call.dtype);
   }
 };
 
@@ -113,13 +125,13 @@ class OverflowFlag {
 void run(const char* op, Reduction arguments, const Tensor& where, OverflowFlag& overflow) {
   constexpr int64_t kGrain = 1 << 12;  // outputs
   launch_split(
-      op, where, arguments, kGrain, [&] { return cpu::split(arguments); },
+      op, where, arguments, kGrain, cpu::split,
       [&](Allocate allocate, auto stream) { return cuda::reduce(arguments, allocate, stream); },
-      [&](int64_t begin, int64_t end) {
-        return overflow.watch([&] { return cpu::reduce(arguments, begin, end); });
+      [&](const Reduction& p, int64_t begin, int64_t end) {
+        return overflow.watch([&] { return cpu::reduce(p, begin, end); });
       },
-      [&](int64_t begin, int64_t end) {
-        return overflow.watch([&] { return cpu::reduce_finish(arguments, begin, end); });
+      [&](const Reduction& p, int64_t begin, int64_t end) {
+        return overflow.watch([&] { return cpu::reduce_finish(p, begin, end); });
       });
 }
 
@@ -150,54 +162,54 @@ template <class Kind>
 struct Reduce : Kind {
   static const char* name() { return name_of_op<Kind>(); }
 
-  static Mask check(const Tensor& x, OptionalIntArrayRef dim, OptionalDtype dtype) {
-    check_tensor(name(), "x", x);
-    Kind::check_dtypes(x, dtype);
-    return reduced_dims(name(), x, dim);
+  static Mask check(const Call& call) {
+    check_tensor(name(), "x", call.x);
+    Kind::check_dtypes(call.x, call.dtype);
+    return reduced_dims(name(), call.x, call.dim);
   }
 
-  static Tensor meta(const Tensor& x, OptionalIntArrayRef dim, bool keepdim, OptionalDtype dtype) {
-    const Mask mask = check(x, dim, dtype);
+  static Tensor meta(const Call& call) {
+    const Tensor& x = call.x;
+    const Mask mask = check(call);
     c10::SymDimVector shape;
     for (int64_t d = 0; d < x.dim(); ++d) {
       if (!mask[d]) shape.push_back(x.sym_size(d));
-      if (mask[d] && keepdim) shape.push_back(1);
+      if (mask[d] && call.keepdim) shape.push_back(1);
     }
-    return empty_of(shape, x.options().dtype(result_dtype(x, dtype)));
+    return empty_of(shape, x.options().dtype(result_dtype(x, call.dtype)));
   }
 
-  static Tensor kernel(const Tensor& x, OptionalIntArrayRef dim, bool keepdim,
-                       OptionalDtype dtype) {
-    Tensor out = meta(x, dim, keepdim, dtype);
+  static Tensor kernel(const Call& call) {
+    const Tensor& x = call.x;
+    Tensor out = meta(call);
     if (out.numel() == 0) return out;
-    if (is_for_torch(x, dtype)) return Kind::by_torch(x, dim, keepdim, dtype).contiguous();
+    if (is_for_torch(x, call.dtype)) return Kind::by_torch(call).contiguous();
     if (x.numel() == 0) return out.fill_(Kind::kOfNothing);
     if (x.numel() == out.numel()) {
       out.view(x.sizes()).copy_(x);
       return out;
     }
     const double divisor = Kind::kDivides ? static_cast<double>(x.numel() / out.numel()) : 1;
-    const Mask mask = reduced_dims(name(), x, dim);
+    const Mask mask = reduced_dims(name(), x, call.dim);
     if (reduce_into(name(), x, mask, out, divisor)) reduce_widely(name(), x, mask, out, divisor);
     return out;
   }
 
-  static Tensor composite(const Tensor& x, OptionalIntArrayRef dim, bool keepdim,
-                          OptionalDtype dtype) {
-    check(x, dim, dtype);
-    return Kind::by_torch(x, dim, keepdim, dtype);
+  static Tensor composite(const Call& call) {
+    check(call);
+    return Kind::by_torch(call);
   }
 
-  static Tensor recorded(const Below& below, const Tensor& x, OptionalIntArrayRef dim, bool keepdim,
-                         OptionalDtype dtype) {
-    const Tensor out = below.call<Reduce>(x, dim, keepdim, dtype);
+  static Tensor recorded(const Below& below, const Call& call) {
+    const Tensor& x = call.x;
+    const Tensor out = below.call<Reduce>(call);
     if (!at::isFloatingType(out.scalar_type())) return out;  // integers have no gradient
-    const Mask mask = reduced_dims(name(), x, dim);
+    const Mask mask = reduced_dims(name(), x, call.dim);
     c10::SmallVector<int64_t, 8> removed;
     c10::SymInt count = 1;
     for (int64_t d = 0; d < x.dim(); ++d) {
       if (!mask[d]) continue;
-      if (!keepdim) removed.push_back(d);
+      if (!call.keepdim) removed.push_back(d);
       if (Kind::kDivides) count = count * x.sym_size(d);
     }
     const c10::SymDimVector sizes(x.sym_sizes());
@@ -217,12 +229,12 @@ struct Reduce : Kind {
 struct SumOp : Reduce<Sum> {
   /// Under autocast on CUDA the sum of half precision is float32 unless a dtype is given, as in
   /// torch.
-  static Tensor autocast(const Autocast& cast, const Tensor& x, OptionalIntArrayRef dim,
-                         bool keepdim, OptionalDtype dtype) {
-    check_tensor(name(), "x", x);
-    if (cast.device() == at::kCUDA && x.is_cuda() && is_half(x.scalar_type()) && !dtype)
-      dtype = at::kFloat;
-    return call<SumOp>(x, dim, keepdim, dtype);
+  static Tensor autocast(const Autocast& cast, const Call& call) {
+    check_tensor(name(), "x", call.x);
+    Call given = call;
+    const bool is_half_on_cuda = call.x->is_cuda() && is_half(call.x->scalar_type());
+    if (cast.device() == at::kCUDA && is_half_on_cuda && !call.dtype) given.dtype = at::kFloat;
+    return torchkiln::call<SumOp>(given);
   }
 };
 using MeanOp = Reduce<Mean>;

@@ -1,4 +1,5 @@
-// A projection whose keys and values are written into a cache, for inference: no gradients.
+// qkv_norm_rope with keys and values that are written into a cache, for inference: no gradients.
+// Checks of the cache are here; qkv.h has the other checks and launches the kernel.
 
 #include "rope/qkv.h"
 #include "torchkiln/torch/written.h"

@@ -1,4 +1,5 @@
-// The attention mask for tokens that are decoded into a cache.
+// The attention mask for tokens that are decoded into a cache: 0 where a place of the cache is at
+// or before the token's position, else -infinity.
 
 #include "rope/angles.h"
 #include "torchkiln/torch/launch.h"

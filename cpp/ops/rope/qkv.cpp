@@ -104,16 +104,11 @@ struct QkvBackward {
     if (grad_q_weight.numel() > 0) arguments.grad_weight[0] = grad_q_weight.data_ptr();
     if (grad_k_weight.numel() > 0) arguments.grad_weight[1] = grad_k_weight.data_ptr();
     launch_split(
-        kName, qkv, arguments, kProjectionGrain, [&] { return cpu::split(arguments); },
+        kName, qkv, arguments, kProjectionGrain, cpu::split,
         [&](Allocate allocate, auto stream) {
           return cuda::qkv_norm_rope_backward(arguments, allocate, stream);
         },
-        [&](int64_t begin, int64_t end) {
-          return cpu::qkv_norm_rope_backward(arguments, begin, end);
-        },
-        [&](int64_t begin, int64_t end) {
-          return cpu::qkv_norm_rope_backward_finish(arguments, begin, end);
-        });
+        cpu::qkv_norm_rope_backward, cpu::qkv_norm_rope_backward_finish);
     return {grad_qkv, grad_q_weight, grad_k_weight};
   }
 };

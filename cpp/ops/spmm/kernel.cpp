@@ -1,4 +1,5 @@
-// The kernels of the sparse products: checks, outputs and launches. See spmm.h.
+// The kernels of the sparse products: checks, outputs, launches, and the check of a pattern.
+// spmm.h describes the ops; spmm.cpp has their derivatives.
 
 #include "spmm/spmm.h"
 
@@ -215,7 +216,7 @@ void check_pattern(const Tensor& crow, const Tensor& col, int64_t columns) {
                     ": col: got a column twice in a row, expected each once");
 }
 
-Tensor CsrOp::meta(const CsrCall& call) {
+Tensor CsrOp::meta(const Arguments& call) {
   const Tensor &values = call.values, &b = call.b, &crow = call.crow, &col = call.col;
   const auto& shape = call.shape;
   const MaybeTensor& transpose = call.transpose;
@@ -237,8 +238,9 @@ Tensor CsrOp::meta(const CsrCall& call) {
   return empty_result(b.options(), batch, {crow.sym_size(-1) - 1, b.sym_size(-1)});
 }
 
-Tensor TransposedOp::meta(const Tensor& crow, const Tensor& col, const Tensor& values,
-                          const Tensor& x, const Tensor& transpose) {
+Tensor TransposedOp::meta(const Arguments& call) {
+  const Tensor &crow = call.crow, &col = call.col, &values = call.values, &x = call.x;
+  const Tensor& transpose = call.transpose;
   check_product(kTransposed, crow, col, values, "x", x);
   check_transpose(kTransposed, crow, col, transpose);
   check_size(kTransposed, "x", x, -2, crow.sym_size(-1) - 1, "the rows of the sparse matrix");
@@ -247,8 +249,8 @@ Tensor TransposedOp::meta(const Tensor& crow, const Tensor& col, const Tensor& v
   return empty_result(x.options(), batch, {columns_of(transpose, col), x.sym_size(-1)});
 }
 
-Tensor SampledOp::meta(const Tensor& crow, const Tensor& col, const Tensor& left,
-                       const Tensor& right, const MaybeTensor&, bool summed) {
+Tensor SampledOp::meta(const Arguments& call) {
+  const Tensor &crow = call.crow, &col = call.col, &left = call.left, &right = call.right;
   check_tensors(kSampled, {{"crow", crow}, {"col", col}, {"left", left}, {"right", right}});
   check_indices(kSampled, crow, col);
   check_dtype(kSampled, "left", left);
@@ -259,10 +261,10 @@ Tensor SampledOp::meta(const Tensor& crow, const Tensor& col, const Tensor& left
   check_size(kSampled, "right", right, -1, left.sym_size(-1), "the width of left");
   const auto batch =
       check_batch(kSampled, {{"crow", crow}, {"col", col}}, {{"left", left}, {"right", right}});
-  return empty_result(left.options(), summed ? std::nullopt : batch, {col.sym_size(-1)});
+  return empty_result(left.options(), call.summed ? std::nullopt : batch, {col.sym_size(-1)});
 }
 
-Tensor CsrOp::kernel(const CsrCall& call) {
+Tensor CsrOp::kernel(const Arguments& call) {
   Tensor out = meta(call);
   const int64_t columns = call.b->size(-2);
   if (call.check) check_pattern(call.crow, call.col, columns);
@@ -270,30 +272,33 @@ Tensor CsrOp::kernel(const CsrCall& call) {
   return out;
 }
 
-Tensor TransposedOp::kernel(const Tensor& crow, const Tensor& col, const Tensor& values,
-                            const Tensor& x, const Tensor& transpose) {
-  Tensor out = meta(crow, col, values, x, transpose);
-  const MaybeCopy packed = adjacent(transpose);
+Tensor TransposedOp::kernel(const Arguments& call) {
+  Tensor out = meta(call);
+  const MaybeCopy packed = adjacent(call.transpose);
   const int64_t columns = out.size(-2);
-  const int64_t entries = col.size(-1);
+  const int64_t entries = call.col->size(-1);
   const auto part = [&](int64_t begin, int64_t size) { return packed->narrow(-1, begin, size); };
   const Tensor begins = part(0, columns + 1), rows = part(columns + 1, entries);
-  const CsrArguments pattern(begins, rows, x.size(-2));
-  multiply(kTransposed, pattern, values, part(columns + 1 + entries, entries), x, out);
+  const CsrArguments pattern(begins, rows, call.x->size(-2));
+  multiply(kTransposed, pattern, call.values, part(columns + 1 + entries, entries), call.x, out);
   return out;
 }
 
-Tensor SampledOp::kernel(const Tensor& crow, const Tensor& col, const Tensor& left,
-                         const Tensor& right, const MaybeTensor& transpose, bool summed) {
-  // Terms of a sum stay in the compute dtype.
-  const at::ScalarType wide = compute_dtype(left.scalar_type());
-  if (summed && crow.dim() == 2)
-    return kernel(crow, col, left.to(wide), right.to(wide), transpose, false)
-        .sum(0)
-        .to(left.scalar_type());
-  Tensor out = meta(crow, col, left, right, transpose, summed);
+Tensor SampledOp::kernel(const Arguments& call) {
+  const Tensor &left = call.left, &right = call.right;
+  if (call.summed && call.crow->dim() == 2) {
+    // Terms of a sum stay in the compute dtype.
+    const at::ScalarType wide = compute_dtype(left.scalar_type());
+    const Tensor wide_left = left.to(wide), wide_right = right.to(wide);
+    Arguments terms = call;
+    terms.left = wide_left;
+    terms.right = wide_right;
+    terms.summed = false;
+    return kernel(terms).sum(0).to(left.scalar_type());
+  }
+  Tensor out = meta(call);
   if (out.numel() == 0) return out;
-  const CsrArguments pattern(crow, col, right.size(-2));
+  const CsrArguments pattern(call.crow, call.col, right.size(-2));
   const MaybeCopy rows = adjacent_columns(left);
   SampledProduct arguments{};
   arguments.pattern = pattern.arguments;
@@ -306,15 +311,15 @@ Tensor SampledOp::kernel(const Tensor& crow, const Tensor& col, const Tensor& le
                     : right.dim() == 3 ? right.size(0)
                                        : pattern.matrices();
   arguments.width = left.size(-1);
-  arguments.summed = summed;
+  arguments.summed = call.summed;
   const bool is_read_in_place = right.is_cuda() && reads_columns(arguments);
   const MaybeCopy columns = is_read_in_place ? MaybeCopy::borrowed(right) : adjacent_columns(right);
   if (!is_read_in_place) {
     arguments.right = dense_rows(*columns);
     arguments.column_stride = 1;
   }
-  const int64_t matrices = summed ? 1 : arguments.batch;
-  const int64_t width = arguments.width * (summed ? arguments.batch : 1);
+  const int64_t matrices = call.summed ? 1 : arguments.batch;
+  const int64_t width = arguments.width * (call.summed ? arguments.batch : 1);
   launch(
       kSampled, out, matrices * arguments.pattern.rows, row_grain(arguments.pattern, width),
       [&](auto stream) { return cuda::sampled_product(arguments, stream); },

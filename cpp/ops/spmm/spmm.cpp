@@ -11,29 +11,6 @@ namespace {
 
 using c10::SymInt;
 
-/// The pattern of a call, and its transpose, which is built at the first use if it was not given.
-struct Pattern {
-  Tensor crow;
-  Tensor col;
-  Tensor transpose;
-
-  const Tensor& transposed(const SymInt& columns) {
-    if (!transpose.defined()) transpose = call<TransposeOp>(crow, col, columns);
-    return transpose;
-  }
-
-  Tensor product(const Tensor& values, const Tensor& b) const {
-    return call<CsrOp>(values, b, crow, col, std::nullopt, maybe(transpose), /*check=*/false);
-  }
-  Tensor transposed_product(const Tensor& values, const Tensor& x, const SymInt& columns) {
-    return call<TransposedOp>(crow, col, values, x, transposed(columns));
-  }
-  /// The gradient of values with `rank` dimensions, summed over the batch if rank is 1.
-  Tensor sampled(const Tensor& left, const Tensor& right, int64_t rank) const {
-    return call<SampledOp>(crow, col, left, right, maybe(transpose), /*summed=*/rank == 1);
-  }
-};
-
 /// Sums a gradient over the batch, or expands it, to the shape of its tensor.
 Tensor fit(const Tensor& grad, c10::SymIntArrayRef shape) {
   const auto rank = static_cast<int64_t>(shape.size());
@@ -41,24 +18,60 @@ Tensor fit(const Tensor& grad, c10::SymIntArrayRef shape) {
   return grad.dim() < rank ? grad.expand_symint(shape) : grad;
 }
 
-/// multiply(values, x) as the gradient of `dense`. Products that will be summed over a batch are
-/// computed in float32.
-template <class Multiply>
-Tensor dense_gradient(const Pattern& pattern, const Tensor& dense, const Tensor& values,
-                      const Tensor& x, const Multiply& multiply) {
-  const at::ScalarType dtype = dense.scalar_type();
-  const bool has_batch = values.dim() == 2 || x.dim() == 3 || pattern.crow.dim() == 2;
-  if (dense.dim() == 3 || !has_batch || !is_half(dtype))
-    return fit(multiply(values, x), dense.sym_sizes());
-  return fit(multiply(values.to(at::kFloat), x.to(at::kFloat)), dense.sym_sizes()).to(dtype);
-}
+/// The pattern of a call, and its transpose, which is built at the first use if it was not given.
+struct Pattern {
+  Tensor crow;
+  Tensor col;
+  Tensor transpose;
 
-/// Runs gradients(), recording them only under create_graph=True.
-template <class Gradients>
-variable_list with_recording(const Gradients& gradients) {
-  if (at::GradMode::is_enabled()) return gradients();
-  const at::AutoDispatchBelowADInplaceOrView below;
-  return gradients();
+  /// The gradient of `values`, the products of rows of left and right at the entries.
+  Tensor sampled(const Tensor& values, const Tensor& left, const Tensor& right) const {
+    const bool summed = values.dim() == 1;  // over the batch
+    return fit(call<SampledOp>(crow, col, left, right, maybe(transpose), summed),
+               values.sym_sizes());
+  }
+  /// The gradient of `dense`, the product of the pattern with values and x.
+  Tensor product(const Tensor& dense, const Tensor& values, const Tensor& x) const {
+    return dense_gradient(dense, values, x, [&](const Tensor& v, const Tensor& from) {
+      return call<CsrOp>(v, from, crow, col, std::nullopt, maybe(transpose), /*check=*/false);
+    });
+  }
+  /// The gradient of `dense`, the product of the transposed pattern with values and x.
+  Tensor transposed(const Tensor& dense, const Tensor& values, const Tensor& x) {
+    if (!transpose.defined()) transpose = call<TransposeOp>(crow, col, dense.sym_size(-2));
+    return dense_gradient(dense, values, x, [&](const Tensor& v, const Tensor& from) {
+      return call<TransposedOp>(crow, col, v, from, transpose);
+    });
+  }
+
+ private:
+  /// multiply(values, x). Products that will be summed over a batch are computed in float32.
+  template <class Multiply>
+  Tensor dense_gradient(const Tensor& dense, const Tensor& values, const Tensor& x,
+                        const Multiply& multiply) const {
+    const at::ScalarType dtype = dense.scalar_type();
+    const bool has_batch = values.dim() == 2 || x.dim() == 3 || crow.dim() == 2;
+    if (dense.dim() == 3 || !has_batch || !is_half(dtype))
+      return fit(multiply(values, x), dense.sym_sizes());
+    return fit(multiply(values.to(at::kFloat), x.to(at::kFloat)), dense.sym_sizes()).to(dtype);
+  }
+};
+
+/// Records `out`, a product of a and b, for `all` = {crow, col, a, b, transpose}. The gradients are
+/// by_a(pattern, a, b, grad) and by_b(...), which are recorded only under create_graph=True.
+template <class ByA, class ByB>
+Tensor record_product(const char* op, const Kept<5>& all, const Tensor& out, const ByA& by_a,
+                      const ByB& by_b) {
+  return record(op, {all[2], all[3]}, out, all, [=](const Incoming& in, const Kept<5>& kept) {
+    const auto& [crow, col, a, b, transpose] = kept;
+    Pattern pattern{crow, col, transpose};
+    std::optional<at::AutoDispatchBelowADInplaceOrView> below;
+    if (!at::GradMode::is_enabled()) below.emplace();
+    variable_list found(2);
+    if (in.wants(0)) found[0] = by_a(pattern, a, b, in[0]);
+    if (in.wants(1)) found[1] = by_b(pattern, a, b, in[0]);
+    return found;
+  });
 }
 
 // ---- the ops with torch's own ops ----
@@ -120,7 +133,7 @@ Tensor scattered(const Tensor& values, const Tensor& from, const Tensor& read, c
 
 }  // namespace
 
-Tensor CsrOp::composite(const CsrCall& call) {
+Tensor CsrOp::composite(const Arguments& call) {
   meta(call);
   const Tensor &values = call.values, &b = call.b, &crow = call.crow, &col = call.col;
   if (call.check) {
@@ -138,9 +151,9 @@ Tensor CsrOp::composite(const CsrCall& call) {
                               crow.sym_size(-1) - 1));
 }
 
-Tensor TransposedOp::composite(const Tensor& crow, const Tensor& col, const Tensor& values,
-                               const Tensor& x, const Tensor& transpose) {
-  const Tensor out = meta(crow, col, values, x, transpose);
+Tensor TransposedOp::composite(const Arguments& call) {
+  const Tensor out = meta(call);
+  const Tensor &crow = call.crow, &col = call.col, &values = call.values, &x = call.x;
   const Batched all({crow, col, values}, {x});
   const Tensor columns = all.with_batch(col, 1);
   const Tensor rows = rows_of(all.with_batch(crow, 1), columns);
@@ -148,9 +161,9 @@ Tensor TransposedOp::composite(const Tensor& crow, const Tensor& col, const Tens
       scattered(all.with_batch(values, 1), all.with_batch(x, 2), rows, columns, out.sym_size(-2)));
 }
 
-Tensor SampledOp::composite(const Tensor& crow, const Tensor& col, const Tensor& left,
-                            const Tensor& right, const MaybeTensor& transpose, bool summed) {
-  meta(crow, col, left, right, transpose, summed);
+Tensor SampledOp::composite(const Arguments& call) {
+  meta(call);
+  const Tensor &crow = call.crow, &col = call.col, &left = call.left, &right = call.right;
   const Batched all({crow, col}, {left, right});
   const Tensor columns = all.with_batch(col, 1);
   const Tensor rows = rows_of(all.with_batch(crow, 1), columns);
@@ -158,88 +171,56 @@ Tensor SampledOp::composite(const Tensor& crow, const Tensor& col, const Tensor&
   Tensor products = (rows_at(all.with_batch(left, 2).to(compute), rows) *
                      rows_at(all.with_batch(right, 2).to(compute), columns))
                         .sum(-1);
-  if (summed) return products.sum(0).to(left.scalar_type());
+  if (call.summed) return products.sum(0).to(left.scalar_type());
   return all.result(products).to(left.scalar_type());
 }
 
 // ---- recorded ----
 
-Tensor CsrOp::recorded(const Below& below, const CsrCall& call) {
-  return record(
-      kSpmm, {*call.values, *call.b}, below.call<CsrOp>(call),
+Tensor CsrOp::recorded(const Below& below, const Arguments& call) {
+  return record_product(
+      kSpmm,
       keep(*call.crow, *call.col, *call.values, *call.b, tensor_or_undefined(call.transpose)),
-      [](const Incoming& in, const Kept<5>& kept) {
-        Pattern pattern{kept[0], kept[1], kept[4]};
-        const Tensor &values = kept[2], &b = kept[3], &grad = in[0];
-        return with_recording([&] {
-          variable_list found(2);
-          if (in.wants(0))
-            found[0] = fit(pattern.sampled(grad, b, values.dim()), values.sym_sizes());
-          if (in.wants(1)) {
-            found[1] =
-                dense_gradient(pattern, b, values, grad, [&](const Tensor& v, const Tensor& x) {
-                  return pattern.transposed_product(v, x, b.sym_size(-2));
-                });
-          }
-          return found;
-        });
+      below.call<CsrOp>(call),
+      [](auto& pattern, auto& values, auto& b, auto& grad) {
+        return pattern.sampled(values, grad, b);
+      },
+      [](auto& pattern, auto& values, auto& b, auto& grad) {
+        return pattern.transposed(b, values, grad);
       });
 }
 
-Tensor TransposedOp::recorded(const Below& below, const Tensor& crow, const Tensor& col,
-                              const Tensor& values, const Tensor& x, const Tensor& transpose) {
-  return record("spmm_transposed", {values, x},
-                below.call<TransposedOp>(crow, col, values, x, transpose),
-                keep(crow, col, values, x, transpose), [](const Incoming& in, const Kept<5>& kept) {
-                  const Pattern pattern{kept[0], kept[1], kept[4]};
-                  const Tensor &values = kept[2], &x = kept[3], &grad = in[0];
-                  return with_recording([&] {
-                    variable_list found(2);
-                    if (in.wants(0))
-                      found[0] = fit(pattern.sampled(x, grad, values.dim()), values.sym_sizes());
-                    if (in.wants(1)) {
-                      found[1] = dense_gradient(
-                          pattern, x, values, grad,
-                          [&](const Tensor& v, const Tensor& g) { return pattern.product(v, g); });
-                    }
-                    return found;
-                  });
-                });
+Tensor TransposedOp::recorded(const Below& below, const Arguments& call) {
+  return record_product(
+      "spmm_transposed", keep(*call.crow, *call.col, *call.values, *call.x, *call.transpose),
+      below.call<TransposedOp>(call),
+      [](auto& pattern, auto& values, auto& x, auto& grad) {
+        return pattern.sampled(values, x, grad);
+      },
+      [](auto& pattern, auto& values, auto& x, auto& grad) {
+        return pattern.product(x, values, grad);
+      });
 }
 
-Tensor SampledOp::recorded(const Below& below, const Tensor& crow, const Tensor& col,
-                           const Tensor& left, const Tensor& right, const MaybeTensor& transpose,
-                           bool summed) {
-  return record("spmm_sampled", {left, right},
-                below.call<SampledOp>(crow, col, left, right, transpose, summed),
-                keep(crow, col, left, right, tensor_or_undefined(transpose)),
-                [](const Incoming& in, const Kept<5>& kept) {
-                  Pattern pattern{kept[0], kept[1], kept[4]};
-                  const Tensor &left = kept[2], &right = kept[3], &grad = in[0];
-                  return with_recording([&] {
-                    variable_list found(2);
-                    if (in.wants(0)) {
-                      found[0] = dense_gradient(
-                          pattern, left, grad, right,
-                          [&](const Tensor& v, const Tensor& x) { return pattern.product(v, x); });
-                    }
-                    if (in.wants(1)) {
-                      found[1] = dense_gradient(
-                          pattern, right, grad, left, [&](const Tensor& v, const Tensor& x) {
-                            return pattern.transposed_product(v, x, right.sym_size(-2));
-                          });
-                    }
-                    return found;
-                  });
-                });
+Tensor SampledOp::recorded(const Below& below, const Arguments& call) {
+  return record_product(
+      "spmm_sampled",
+      keep(*call.crow, *call.col, *call.left, *call.right, tensor_or_undefined(call.transpose)),
+      below.call<SampledOp>(call),
+      [](auto& pattern, auto& left, auto& right, auto& grad) {
+        return pattern.product(left, grad, right);
+      },
+      [](auto& pattern, auto& left, auto& right, auto& grad) {
+        return pattern.transposed(right, grad, left);
+      });
 }
 
 /// Casts values and the dense matrix to the autocast dtype, as torch.matmul does.
-Tensor CsrOp::autocast(const Autocast& cast, const CsrCall& call) {
+Tensor CsrOp::autocast(const Autocast& cast, const Arguments& call) {
   check_tensors(kSpmm,
                 {{"crow", call.crow}, {"col", call.col}, {"values", call.values}, {"b", call.b}});
   const Tensor values = cast(*call.values), b = cast(*call.b);
-  CsrCall given = call;
+  Arguments given = call;
   given.values = values;
   given.b = b;
   return torchkiln::call<CsrOp>(given);

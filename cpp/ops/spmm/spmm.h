@@ -21,55 +21,56 @@ using at::Tensor;
 
 inline constexpr const char* kSpmm = "spmm";
 
-/// The arguments of CsrOp.
-struct CsrCall {
-  Borrowed<Tensor> values, b, crow, col;
-  at::OptionalSymIntArrayRef shape;  // [rows, columns]
-  Borrowed<MaybeTensor> transpose;   // the packed transposed pattern
-  bool check;
-
-  TORCHKILN_FIELDS(self.values, self.b, self.crow, self.col, self.shape, self.transpose,
-                   self.check);
-};
-
 struct CsrOp {
+  struct Arguments {
+    Borrowed<Tensor> values, b, crow, col;
+    at::OptionalSymIntArrayRef shape;  // [rows, columns]
+    Borrowed<MaybeTensor> transpose;   // the packed transposed pattern
+    bool check;
+
+    TORCHKILN_FIELDS(self.values, self.b, self.crow, self.col, self.shape, self.transpose,
+                     self.check);
+  };
   static constexpr const char* kSchema =
       "torchkiln::spmm_csr(Tensor values, Tensor b, Tensor crow, Tensor col, *, "
       "SymInt[]? shape=None, Tensor? transpose=None, bool check=False) -> Tensor";
-  static Tensor meta(const CsrCall& call);
-  static Tensor kernel(const CsrCall& call);
-  static Tensor composite(const CsrCall& call);
-  static Tensor recorded(const Below& below, const CsrCall& call);
-  static Tensor autocast(const Autocast& cast, const CsrCall& call);
+  static Tensor meta(const Arguments& call);
+  static Tensor kernel(const Arguments& call);
+  static Tensor composite(const Arguments& call);
+  static Tensor recorded(const Below& below, const Arguments& call);
+  static Tensor autocast(const Autocast& cast, const Arguments& call);
 };
 
 struct TransposedOp {
+  struct Arguments {
+    Borrowed<Tensor> crow, col, values, x, transpose;
+
+    TORCHKILN_FIELDS(self.crow, self.col, self.values, self.x, self.transpose);
+  };
   static constexpr const char* kSchema =
       "torchkiln::_spmm_transposed(Tensor crow, Tensor col, Tensor values, Tensor x, "
       "Tensor transpose) -> Tensor";
-  static Tensor meta(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& x,
-                     const Tensor& transpose);
-  static Tensor kernel(const Tensor& crow, const Tensor& col, const Tensor& values, const Tensor& x,
-                       const Tensor& transpose);
-  static Tensor composite(const Tensor& crow, const Tensor& col, const Tensor& values,
-                          const Tensor& x, const Tensor& transpose);
-  static Tensor recorded(const Below& below, const Tensor& crow, const Tensor& col,
-                         const Tensor& values, const Tensor& x, const Tensor& transpose);
+  static Tensor meta(const Arguments& call);
+  static Tensor kernel(const Arguments& call);
+  static Tensor composite(const Arguments& call);
+  static Tensor recorded(const Below& below, const Arguments& call);
 };
 
 struct SampledOp {
+  struct Arguments {
+    Borrowed<Tensor> crow, col, left, right;
+    Borrowed<MaybeTensor> transpose;
+    bool summed;  // over the batch
+
+    TORCHKILN_FIELDS(self.crow, self.col, self.left, self.right, self.transpose, self.summed);
+  };
   static constexpr const char* kSchema =
       "torchkiln::_spmm_sampled(Tensor crow, Tensor col, Tensor left, Tensor right, "
       "Tensor? transpose, bool summed) -> Tensor";
-  static Tensor meta(const Tensor& crow, const Tensor& col, const Tensor& left, const Tensor& right,
-                     const MaybeTensor& transpose, bool summed);
-  static Tensor kernel(const Tensor& crow, const Tensor& col, const Tensor& left,
-                       const Tensor& right, const MaybeTensor& transpose, bool summed);
-  static Tensor composite(const Tensor& crow, const Tensor& col, const Tensor& left,
-                          const Tensor& right, const MaybeTensor& transpose, bool summed);
-  static Tensor recorded(const Below& below, const Tensor& crow, const Tensor& col,
-                         const Tensor& left, const Tensor& right, const MaybeTensor& transpose,
-                         bool summed);
+  static Tensor meta(const Arguments& call);
+  static Tensor kernel(const Arguments& call);
+  static Tensor composite(const Arguments& call);
+  static Tensor recorded(const Below& below, const Arguments& call);
 };
 
 /// Builds the transposed pattern, packed into one tensor.

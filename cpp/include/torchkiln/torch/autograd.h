@@ -131,8 +131,11 @@ class OpNode final : public OpNodeBase {
     Kept<N> kept;
     for (size_t i = 0; i < N; ++i) kept[i] = saved_[i].unpack(getptr());
     const int run = second == nullptr ? 0 : torch::autograd::get_current_graph_task_id();
-    return gradients_(Incoming(grads, *this, second == nullptr ? at::Tensor() : second->take(run)),
-                      kept);
+    variable_list found = gradients_(
+        Incoming(grads, *this, second == nullptr ? at::Tensor() : second->take(run)), kept);
+    for (size_t i = 0; i < found.size(); ++i)
+      if (found[i].defined() && !task_should_compute_output(i)) found[i].reset();
+    return found;
   }
 
   void release_variables() override {
@@ -170,9 +173,9 @@ inline torch::autograd::edge_list edges_to(std::initializer_list<at::Tensor> inp
 
 /// Connects `outputs`, a tensor or a tuple of tensors, to `inputs` in the autograd graph. `name` is
 /// the name of the op. An undefined input is an optional argument that was left out.
-/// gradients(incoming, kept) returns one gradient per input, in order; gradients that are not
-/// needed may be undefined. `kept` may contain inputs and outputs. Returns `outputs` unrecorded if
-/// none of `inputs` requires a gradient (only another argument did).
+/// gradients(incoming, kept) returns one gradient per input, in order; those of inputs that
+/// need none may be any tensor. `kept` may contain inputs and outputs. Returns `outputs` unrecorded
+/// if none of `inputs` requires a gradient (only another argument did).
 template <class Outputs, size_t N, class Gradients>
 Outputs record(const char* name, std::initializer_list<at::Tensor> inputs, Outputs outputs,
                const Kept<N>& kept, Gradients gradients) {

@@ -174,4 +174,10 @@ decltype(auto) call_below(const Args&... args) {
   return Below(detail::keys_of(args...)).call<Op>(args...);
 }
 
+/// Calls Op::composite() with arguments as for call().
+template <class Op, class... Args>
+decltype(auto) call_composite(const Args&... args) {
+  return detail::SignatureOf<Op>::call(Op::composite, args...);
+}
+
 }  // namespace torchkiln

@@ -67,8 +67,7 @@ Elementwise<Inputs, Outputs> describe(const std::array<at::Tensor, Outputs>& out
 /// end) over the elements.
 ///
 ///     launch_elementwise("add", std::array{out}, std::array{a, b},
-///         [](const auto& p, auto stream) { return cuda::add(p, stream); },
-///         [](const auto& p, int64_t begin, int64_t end) { return cpu::add(p, begin, end); });
+///         [](const auto& p, auto stream) { return cuda::add(p, stream); }, cpu::add);
 template <size_t Inputs, size_t Outputs, class OnCuda, class OnCpu>
 void launch_elementwise(const char* op, const std::array<at::Tensor, Outputs>& outputs,
                         std::array<at::Tensor, Inputs> inputs, const OnCuda& on_cuda,

@@ -55,24 +55,27 @@ void launch_allocating(const char* op, const at::Tensor& where, int64_t count, i
       on_cpu);
 }
 
-/// launch_allocating() for kernels that sum over rows. On the CPU, split() returns the number of
-/// tasks and the size of the workspace, which problem.workspace then points to; on_cpu(begin, end)
-/// runs over the tasks, then finish(begin, end) over the results in ranges of at least `grain`.
-template <class Problem, class Split, class OnCuda, class OnCpu, class Finish>
+/// launch_allocating() for kernels that sum over rows. On the CPU, split(problem) returns the
+/// number of tasks and the size of the workspace, which problem.workspace then points to;
+/// on_cpu(problem, begin, end) runs over the tasks, then finish(problem, begin, end) over the
+/// results in ranges of at least `grain`.
+template <class Problem, class OnCuda, class OnCpu, class Finish>
 void launch_split(const char* op, const at::Tensor& where, Problem& problem, int64_t grain,
-                  const Split& split, const OnCuda& on_cuda, const OnCpu& on_cpu,
+                  cpu::Split (*split)(const Problem&), const OnCuda& on_cuda, const OnCpu& on_cpu,
                   const Finish& finish) {
   cpu::Split cut{};
   Workspace memory;
   if (where.is_cpu()) {
-    cut = split();
+    cut = split(problem);
     memory = Workspace(where.device(), cut.workspace_bytes);
     problem.workspace = memory.data();
   }
-  launch_allocating(op, where, cut.tasks, 1, on_cuda, on_cpu);
+  launch_allocating(op, where, cut.tasks, 1, on_cuda,
+                    [&](int64_t begin, int64_t end) { return on_cpu(problem, begin, end); });
   if (cut.results == 0) return;
-  at::parallel_for(0, cut.results, grain,
-                   [&](int64_t begin, int64_t end) { check_status(op, finish(begin, end)); });
+  at::parallel_for(0, cut.results, grain, [&](int64_t begin, int64_t end) {
+    check_status(op, finish(problem, begin, end));
+  });
 }
 
 }  // namespace torchkiln
