@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import torchkiln
+from torchkiln.ops._traced import name_of
 from torchkiln.testing.compare import depth
 from torchkiln.testing.data import normal
 from torchkiln.testing.derive import layer
-from torchkiln.testing.refusals import GoodCall, Refusals, name_of
+from torchkiln.testing.refusals import GoodCall, Refusals
 from torchkiln.testing.sample import Invalid, Sample
 from torchkiln.testing.spec import OpSpec
 

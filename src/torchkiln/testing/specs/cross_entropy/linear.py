@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import torchkiln
+from torchkiln.ops._traced import name_of
 from torchkiln.testing.compare import steps
 from torchkiln.testing.data import normal
 from torchkiln.testing.derive import layer
-from torchkiln.testing.refusals import GoodCall, Refusals, name_of
+from torchkiln.testing.refusals import GoodCall, Refusals
 from torchkiln.testing.sample import Invalid, Sample, Traffic
 from torchkiln.testing.spec import OpSpec
 from torchkiln.testing.specs.cross_entropy import logits as whole

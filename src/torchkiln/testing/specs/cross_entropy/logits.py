@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchkiln
+from torchkiln.ops._traced import name_of
 from torchkiln.testing.data import normal
-from torchkiln.testing.refusals import GoodCall, Refusals, name_of
+from torchkiln.testing.refusals import GoodCall, Refusals
 from torchkiln.testing.sample import Invalid, Sample, Traffic
 from torchkiln.testing.spec import OpSpec
 
