@@ -182,7 +182,9 @@ def elementwise(
         )
     node = parse(expression) if expression else None
     if node is None and (reference is None or not source or not arguments):
-        raise ValueError(f"{WHERE}: functor: expected source, arguments and reference with it")
+        raise ValueError(
+            f"{WHERE}: functor: got {functor!r} alone, expected also source, arguments, reference"
+        )
     used = list(dict.fromkeys(names_in(node))) if node is not None else []
     found = read_arguments(arguments or ", ".join(used))
     if name and (not is_plain(name) or name.startswith("__") or name == "name"):  # torch.ops.x.name

@@ -60,7 +60,7 @@ def common_device(where: str, signature: Signature, given: Sequence[Any]) -> int
             continue
         if not value.is_cuda:
             got = f"a tensor on {value.device}"
-            raise ValueError(f"{where}: {parameter.name}: got {got}, expected one on a GPU")
+            raise ValueError(f"{where}: {parameter.name}: got {got}, expected a tensor on a GPU")
         index = value.get_device()
         if device is None:
             device = index
