@@ -249,7 +249,7 @@ def invalid(device: torch.device) -> Iterator[Invalid]:
     )
     words = "linear_weight: got shape [4, 3], expected 4 as the second size, the last size of x"
     yield good.changed(words, linear_weight=weight.T)
-    words = "linear_weight: got shape [0, 4], expected at least 1 row: a class"
+    words = "linear_weight: got shape [0, 4], expected at least 1 row: one for each class"
     yield good.changed(words, linear_weight=weight[:0])
     words = (
         "expected int64, of classes; for probabilities call "
