@@ -187,7 +187,7 @@ void row_loss(const CrossEntropy& p, const Distribution<T>& distribution, int64_
     widen_run(&logit, logits + index, /*stride=*/1, 1);
     const double alone = logarithm - (static_cast<double>(logit) - shift);
     mass += own;
-    // A share of 0 makes an overflow of the compute type NaN, as in torch's formula.
+    // As in torch's formula, a share of 0 times a value that overflows the compute type is NaN.
     loss += own * (own == 0 ? static_cast<double>(static_cast<C>(alone)) : alone);
   }
   if (p.z_loss != 0) loss += p.z_loss * w * log_sum_exp * log_sum_exp;

@@ -214,7 +214,7 @@ at::Tensor& activation_(at::Tensor& x, c10::string_view act) {
       },
       activation_ops::InPlaceFunctions{});
   TORCH_CHECK_VALUE(is_known, "torchkiln.activation_: act: got '", act,
-                    "', expected one that torch has in place, too");
+                    "', expected one of square, relu, silu, sigmoid, tanh");
   return x;
 }
 

@@ -27,8 +27,8 @@ std::string own_folder() {
 const TorchCuda& load() {
   const std::string path = own_folder() + "libtorchkiln_cuda.so";
   TORCH_CHECK(dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL) != nullptr,
-              "torchkiln: the part that works with torch's CUDA cannot be loaded: ", dlerror(),
-              "; torchkiln doctor tells what is amiss");
+              "torchkiln: got no libtorchkiln_cuda, expected one that can be loaded: ", dlerror(),
+              "; to find the reason, type torchkiln doctor");
   const TorchCuda* const functions = found.load(std::memory_order_acquire);
   TORCH_CHECK(functions != nullptr, "torchkiln: got ", path,
               " of another copy of torchkiln in one process, expected one copy");

@@ -21,8 +21,7 @@ using Two = std::tuple<Tensor, Tensor>;
 void check_shapes(const char* op, const Tensor& gate, const Tensor& up) {
   TORCH_CHECK(up.sym_sizes().equals(gate.sym_sizes()), "torchkiln.", op, ": up: got shape ",
               up.sym_sizes(), ", expected ", gate.sym_sizes(),
-              ", the shape of gate; torch.broadcast_tensors(gate, up) makes shapes that broadcast "
-              "equal");
+              ", the shape of gate; to broadcast, pass *torch.broadcast_tensors(gate, up)");
 }
 
 void check_inputs(const char* op, const Tensor& gate, const MaybeTensor& up) {

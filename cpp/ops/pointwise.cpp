@@ -247,7 +247,8 @@ at::Tensor add(const at::Tensor& a, const at::Tensor& b) { return call<pointwise
 
 at::Tensor muladd(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c) {
   using pointwise_ops::Muladd;
-  // A transform of torch.func wraps the operands of an op. It takes numbers from torch's ops only.
+  // A transform of torch.func wraps the operands of an op, but cannot wrap numbers; torch's own ops
+  // accept them.
   if (is_transformed() && (Muladd::is_number(a) || Muladd::is_number(b) || Muladd::is_number(c)))
     return Muladd::composite(a, b, c);
   return call<Muladd>(a, b, c);

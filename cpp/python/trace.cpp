@@ -137,7 +137,7 @@ at::CallbackHandle handle = at::INVALID_CALLBACK_HANDLE;
 void start() {
   const std::lock_guard<std::mutex> lock(starting);  // of two threads without a GIL, one starts
   TORCH_CHECK(handle == at::INVALID_CALLBACK_HANDLE,
-              "torchkiln.explain: got a call inside of another, expected one at a time");
+              "torchkiln.explain: got a call inside another explain(), expected one at a time");
   recording().take();
   handle = at::addThreadLocalCallback(at::RecordFunctionCallback(&enter, &leave)
                                           .needsInputs(true)

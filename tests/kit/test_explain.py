@@ -162,7 +162,7 @@ def test_one_at_a_time() -> None:
         explain(torchkiln.relu, x)
         return x
 
-    with pytest.raises(RuntimeError, match="got a call inside of another"):
+    with pytest.raises(RuntimeError, match="got a call inside another"):
         explain(inner, torch.randn(8))
     assert explain(torchkiln.relu, torch.randn(8)).forward.kernels
 

@@ -263,7 +263,7 @@ def test_functor_with_a_reference(tmp_path: Path) -> None:
     assert gradient.tolist() == [6.0, 24.0]
     with pytest.raises(FileNotFoundError, match=r"source: got nowhere\.h"):
         jit.elementwise(functor="A", source="nowhere.h", arguments="x", reference=torch.relu)
-    with pytest.raises(ValueError, match="functor: expected source, arguments and ref"):
+    with pytest.raises(ValueError, match="functor: got 'Cube' alone, expected also source, arg"):
         jit.elementwise(functor="Cube")
     if has_nvrtc():
         module = op._kernel_forward.module([torch.float32] * 2, 4, ["vector", "vector"])

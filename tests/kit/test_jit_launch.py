@@ -171,7 +171,7 @@ def test_devices_of_arguments() -> None:
         first, second = (torch.empty(2, device=f"cuda:{i}") for i in range(2))
     assert common_device("k", signature, (None, 1, second, second)) == 1
     assert common_device("k", signature, (None, 1, None, None)) is None
-    with pytest.raises(ValueError, match="y: got a tensor on cpu, expected one on a GPU"):
+    with pytest.raises(ValueError, match="y: got a tensor on cpu, expected a tensor on a GPU"):
         common_device("k", signature, (first, 1, torch.ones(2), first))
     with pytest.raises(ValueError, match="z: got a tensor on cuda:1, expected one on cuda:0, the"):
         common_device("k", signature, (first, 1, None, second))
@@ -248,7 +248,7 @@ def test_launch_in_a_graph_and_wrong_devices(source: Path) -> None:
     x.normal_()
     graph.replay()
     torch.testing.assert_close(y, torch.relu(x), rtol=0, atol=0)
-    with pytest.raises(ValueError, match="y: got a tensor on cpu, expected one on a GPU"):
+    with pytest.raises(ValueError, match="y: got a tensor on cpu, expected a tensor on a GPU"):
         relu[4, 256](x, y.cpu(), 1000)
 
 

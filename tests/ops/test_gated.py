@@ -133,7 +133,7 @@ def test_shapes_that_would_broadcast(device: torch.device, op: Any) -> None:
     up = torch.randn(4, device=device, requires_grad=True)
     words = (
         rf"{op.__name__.lstrip('_')}: up: got shape \[4\], expected \[3, 4\], the shape of gate; "
-        r"torch\.broadcast_tensors\(gate, up\) makes shapes that broadcast equal"
+        r"to broadcast, pass \*torch\.broadcast_tensors\(gate, up\)"
     )
     with pytest.raises(RuntimeError, match=words):
         op(gate, up)

@@ -232,7 +232,7 @@ def test_takes_pool_needs_a_gpu() -> None:
     [
         (torch.zeros(2, 8, 4, 4), ((3, 3), (2, 2), (1, 1)), "x: got float32 [2, 8, 4, 4] on cpu"),
         (torch.zeros(2, 8, 4), ((3, 3), (2, 2), (1, 1)), "x: got shape [2, 8, 4], expected"),
-        (torch.zeros(2, 8, 2, 2), ((3, 3), (2, 2), (0, 0)), "expected pixels for a window of 3"),
+        (torch.zeros(2, 8, 2, 2), ((3, 3), (2, 2), (0, 0)), "holds a window of 3 x 3"),
         (torch.zeros(2, 8, 4, 4), ((3, 3), (2, 2), (2, 1)), "padding: got [2, 1], expected at"),
         (torch.zeros(2, 8, 4, 4), ((3, 3), (0, 2), (1, 1)), "stride: got [0, 2], expected two"),
         (torch.zeros(1, 8, 1, 1), ((1, 1), (1, 1), (0, 0)), "expected more than 1 value"),

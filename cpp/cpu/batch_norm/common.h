@@ -44,8 +44,8 @@ struct ChannelPlan {
   int64_t tasks() const { return chunks * groups; }
 };
 
-/// Calls body(at, count, channel) for runs of the elements begin <= i < end in memory: elements of
-/// one channel, or with inner = 1 of the channels from `channel` on.
+/// Calls body(at, count, channel) for runs of the elements begin <= i < end in memory. All elements
+/// of a run belong to `channel` or, with inner = 1, to channel, channel + 1, ...
 template <class Body>
 void for_each_channel_run(const ChannelLayout& layout, int64_t begin, int64_t end,
                           const Body& body) {
@@ -64,8 +64,8 @@ void for_each_channel_run(const ChannelLayout& layout, int64_t begin, int64_t en
   }
 }
 
-/// Calls body(at, count, channel, is_first) for all runs of a task, by channel or by strip of
-/// channels: is_first marks the first run of each, and end(count, channel) follows the last.
+/// Calls body(at, count, channel, is_first) for the runs of a task, channel by channel or strip by
+/// strip. is_first marks the first run of each; end(count, channel) follows its last run.
 template <class Body, class End>
 void for_each_task_run(const ChannelLayout& layout, const ChannelPlan& plan, int64_t task,
                        const Body& body, const End& end) {
@@ -106,7 +106,8 @@ void add_run(double* first, double* second, bool one_channel, int64_t count, con
     }
     return;
   }
-  // In registers. They start at 0 for each run, which keeps the rounding error of many terms small.
+  // Running sums in registers. They start at 0 for each run, which keeps the rounding error of many
+  // terms small.
   double a[kSums] = {}, b[kSums] = {};
   int64_t i = 0;
   for (; i + kSums <= count; i += kSums) {
@@ -177,7 +178,7 @@ class ChannelFactors {
   int64_t count_ = 0;
 };
 
-/// Sets z[i] to the argument of the activation. Forward and backward round it alike.
+/// Sets z[i] to the argument of the activation, rounded in the same way in forward and backward.
 template <class T, class C = Compute<T>>
 void read_argument(C* z, const ChannelFactors<T>& factors, const void* x, const void* residual,
                    int64_t at, int64_t count, Dtype dtype) {

@@ -10,8 +10,8 @@
 
 namespace torchkiln::cpu::TORCHKILN_ISA {
 
-/// Whole groups of a sample that are computed together: one group of planes, or as many groups as a
-/// run has channels where the channels of a pixel are adjacent.
+/// Whole groups of a sample that are computed together. If each channel is a plane, a span is one
+/// group; if the channels of a pixel are adjacent, it has up to kChannelRun channels.
 class GroupSpan {
  public:
   /// The groups from `group` on, before `end`; groups are counted over all samples.

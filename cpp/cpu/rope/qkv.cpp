@@ -101,8 +101,8 @@ struct Buffers {
       : x(static_cast<size_t>(std::max(p.norm_size(0), p.norm_size(1)))), grad(x.size()) {}
 };
 
-/// Calls body(head, size) for the first head of the elements that are normalized together, `size`
-/// in number.
+/// Calls body(head, size) for each set of `size` elements that are normalized together; `head` is
+/// the first head of the set.
 template <class Body>
 void for_each_norm(const QkvNormRope& p, int kind, const Body& body) {
   const int64_t size = p.norm_size(kind);

@@ -122,8 +122,8 @@ void check_statistics(const char* name, const Tensor& statistics, const Tensor& 
                   statistics.dim() == 2 && statistics.sym_size(0) == 3 &&
                   statistics.sym_size(1) == channels,
               "torchkiln.", name, ": statistics: got ", dtype_name(statistics.scalar_type()), " ",
-              statistics.sym_sizes(), ", expected those of the forward, ", dtype_name(compute),
-              " [3, ", channels, "]");
+              statistics.sym_sizes(), ", expected ", dtype_name(compute), " [3, ", channels,
+              "], the statistics of the forward");
 }
 
 void check_backward(const char* name, const Gradient& given) {
@@ -181,8 +181,9 @@ void check_backward(const Backward::Arguments& call) {
   check_backward(kBackward, call);
   if (!call.second) return;
   check_like(kBackward, "second", *call.second, "grad", call.grad);
-  TORCH_CHECK(call.signs && call.wanted[3], "torchkiln.", kBackward,
-              ": second: got a tensor, expected None without signs or a gradient of the residual");
+  TORCH_CHECK(
+      call.signs && call.wanted[3], "torchkiln.", kBackward,
+      ": second: got a tensor, expected None: it needs signs and a gradient of the residual");
 }
 
 Four Backward::meta(const Arguments& call) {

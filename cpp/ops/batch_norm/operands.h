@@ -111,7 +111,7 @@ void for_each_element(const char* name, const Tensor& x, const Kernel& kernel) {
   });
 }
 
-/// launch() over all elements of a problem.
+/// Calls launch() for all elements of a problem.
 template <class OnCuda, class OnCpu>
 void launch_elements(const char* name, const Tensor& x, const OnCuda& on_cuda,
                      const OnCpu& on_cpu) {

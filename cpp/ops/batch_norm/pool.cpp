@@ -50,7 +50,8 @@ c10::SymDimVector pooled_shape(const Tensor& x, const Pool& pool) {
   for (size_t d = 0; d < 2; ++d) {
     const c10::SymInt room = x.sym_size(static_cast<int64_t>(d) + 2) + 2 * pool.padding[d];
     TORCH_CHECK_VALUE(room >= pool.kernel[d], "torchkiln.", kPool, ": x: got shape ", x.sym_sizes(),
-                      ", expected pixels for a window of ", pool.kernel[0], " x ", pool.kernel[1]);
+                      ", expected an image that holds a window of ", pool.kernel[0], " x ",
+                      pool.kernel[1]);
     shape[d + 2] = (room - pool.kernel[d]) / pool.stride[d] + 1;
   }
   return shape;

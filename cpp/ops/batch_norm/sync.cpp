@@ -116,9 +116,9 @@ struct SyncForward {
   }
 };
 
-/// This process's share of the coefficients of the gradient of x, [2, channels], and of the
-/// gradients of weight and bias; the gradient of the residual. Results that are not wanted are
-/// empty.
+/// Returns this process's share of the coefficients of the gradient of x, [2, channels], its share
+/// of the gradients of weight and bias, and the gradient of the residual. Results that are not
+/// wanted are empty.
 struct SyncSums {
   using Wanted = std::array<bool, 4>;
   struct Arguments : Gradient {
@@ -191,9 +191,9 @@ struct SyncInputGradient {
     TORCH_CHECK(coefficients.scalar_type() == statistics.scalar_type() &&
                     coefficients.is_contiguous() && coefficients.sym_numel() == 2 * channels,
                 "torchkiln.", kSync, ": coefficients: got ", dtype_name(coefficients.scalar_type()),
-                " ", coefficients.sym_sizes(),
-                ", expected the sum of those of sync_bn_backward_sums, ",
-                dtype_name(statistics.scalar_type()), " [2, ", channels, "]");
+                " ", coefficients.sym_sizes(), ", expected ", dtype_name(statistics.scalar_type()),
+                " [2, ", channels,
+                "]: the coefficients of _sync_bn_backward_sums, added over all processes");
     return std::get<0>(empty_gradients(call, {true, false, false, false}));
   }
 

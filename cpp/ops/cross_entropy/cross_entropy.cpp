@@ -39,7 +39,7 @@ void check_classes_if_asked(const Tensor& logits, const Tensor& target,
 Two forward_outputs(const Tensor& logits, const Tensor& target, const LossOptions& options) {
   check_loss(kName, logits, target, options);
   TORCH_CHECK(!options.accuracy || target.scalar_type() == at::kLong, "torchkiln.", kName,
-              ": return_accuracy: got True beside probabilities, expected it with int64 classes");
+              ": return_accuracy: got True with a target of probabilities, expected int64 classes");
   const auto with = [&](at::ScalarType dtype) { return logits.options().dtype(dtype); };
   return {
       empty_of(loss_shape(logits, options.reduction), with(dtype_of_loss(logits, target, options))),
@@ -112,7 +112,7 @@ void check_backward(const Tensor& grad, const Tensor& logits, const Tensor& targ
   const bool fits = state.dim() == 1 && state.sym_size(0) == size;
   TORCH_CHECK(state.scalar_type() == compute && fits && state.is_contiguous(), "torchkiln.",
               kBackward, ": state: got ", dtype_name(state.scalar_type()), " ", state.sym_sizes(),
-              ", expected that of the forward, ", dtype_name(compute), " [", size, "]");
+              ", expected ", dtype_name(compute), " [", size, "], the state of the forward");
 }
 
 struct Backward {
@@ -168,7 +168,7 @@ Tensor composite(const Tensor& logits, const Tensor& target, const LossOptions& 
   return composite_loss(logits, target, options, dtype_of_loss(logits, target, options));
 }
 
-/// The recorded loss and its state.
+/// Computes the loss and records it in the autograd graph. Returns the loss and its state.
 Two recorded(const Below& below, const Tensor& logits, const Tensor& target,
              const LossOptions& options) {
   auto [loss, state] = below.call<Forward>(logits, target, options);
@@ -196,9 +196,9 @@ Two recorded(const Below& below, const Tensor& logits, const Tensor& target,
         if (in.needs_composite()) {
           TORCH_CHECK(!(options.inplace_backward && at::GradMode::is_enabled()), "torchkiln.",
                       kName,
-                      ": inplace_backward: got a backward with create_graph=True, expected one "
-                      "that is not differentiated again: it would need the logits that are "
-                      "overwritten; leave inplace_backward out");
+                      ": inplace_backward: got a backward with create_graph=True, expected "
+                      "create_graph=False: a second derivative needs the logits, which the "
+                      "gradient overwrites; leave inplace_backward out");
           return composite_gradients(in, std::array{logits, target}, [&](const auto& inputs) {
             return composite_loss(inputs[0], inputs[1], options, dtype);
           });

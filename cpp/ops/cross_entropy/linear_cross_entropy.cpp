@@ -74,7 +74,8 @@ Tensor factor_of(const Tensor& grad, const Tensor& target, const Tensor& state,
   return (factor / state.narrow_symint(0, target.sym_numel() * 3, 1)).masked_fill(none_counts, 0);
 }
 
-/// The recorded loss, and the state of the rows.
+/// Computes the loss and records it in the autograd graph. Returns the loss and the state of each
+/// row.
 std::tuple<Tensor, Tensor> recorded_forward(const Below& below, const Call& call) {
   const auto& [x, weight, bias, softcap, temperature] = call.layer;
   const bool each = call.loss.reduction == LossReduction::none;

@@ -13,7 +13,7 @@ void check(const char* op, const Call& call) {
   const auto& [x, weight, bias, softcap, temperature] = call.layer;
   check_linear(op, x, weight, bias, kLayer);
   TORCH_CHECK(weight.sym_size(0) != 0, "torchkiln.", op, ": ", kLayer.weight, ": got shape ",
-              weight.sym_sizes(), ", expected at least 1 row: a class");
+              weight.sym_sizes(), ", expected at least 1 row: one for each class");
   check_tensors(op, {{"x", x}, {"target", call.target}});
   TORCH_CHECK(call.target.scalar_type() == at::kLong, "torchkiln.", op, ": target: got dtype ",
               dtype_name(call.target.scalar_type()),

@@ -91,8 +91,8 @@ inline void check_loss_target(const char* op, const at::Tensor& logits, const at
               ": target: got shape ", target.sym_sizes(), ", expected ", logits.sym_sizes(),
               ", the shape of logits, for probabilities");
   TORCH_CHECK_VALUE(ignore_index < 0, "torchkiln.", op, ": ignore_index: got ", ignore_index,
-                    " beside probabilities, expected a negative number: no row has a class that "
-                    "could be ignored; leave it out");
+                    " with a target of probabilities, expected a negative number: only classes can "
+                    "be ignored; leave it out");
 }
 
 inline void check_loss_numbers(const char* op, const LossOptions& options) {

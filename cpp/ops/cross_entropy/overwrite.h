@@ -43,7 +43,7 @@ inline void check_overwritable(const at::Tensor& logits) {
               "torchkiln.", kName, ": inplace_backward: got logits of shape ", logits.sizes(),
               " and strides ", logits.strides(),
               ", expected rows of adjacent classes that do not overlap, for the gradient to be "
-              "written over them; options .contiguous(), or leave inplace_backward out");
+              "written over them; call .contiguous() first, or leave inplace_backward out");
 }
 
 /// The memory of logits, not owned, and its version. Autograd compares the versions of saved
@@ -59,8 +59,8 @@ class Version {
   void check(const at::Tensor& unpacked) const {
     TORCH_CHECK(!is_of(unpacked) || counter_.current_version() == saved_, "torchkiln.", kName,
                 ": inplace_backward: got logits that have been modified by an inplace operation, "
-                "expected them as they were: an earlier backward may have written the gradient "
-                "over them; compute the loss again, or leave inplace_backward out");
+                "expected the values of the forward: an earlier backward may have written the "
+                "gradient over them; compute the loss again, or leave inplace_backward out");
   }
   void increment(const at::Tensor& written) {
     if (is_of(written)) counter_.bump();

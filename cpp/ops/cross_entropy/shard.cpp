@@ -20,8 +20,9 @@ void check_shard(const char* op, const Tensor& logits, const Tensor& target,
   TORCH_CHECK(options.first_class >= 0 &&
                   logits.sym_size(class_dim(logits)) + options.first_class <= options.all_classes,
               "torchkiln.", op, ": first_class: got ", options.first_class, " for a shard of ",
-              logits.sym_size(class_dim(logits)), " classes, expected the shard within all ",
-              options.all_classes, " classes");
+              logits.sym_size(class_dim(logits)),
+              " classes, expected a shard that lies within the ", options.all_classes,
+              " classes of all shards");
 }
 
 /// The loss of a row has no z-loss and is not reduced to a mean.

@@ -68,7 +68,7 @@ inline void check_state(const char* op, const Tensor& state) {
   const c10::SymInt numel = state.is_meta() ? state.sym_size(-1) : state.sym_numel();
   TORCH_CHECK(state.scalar_type() == at::kLong && state.is_contiguous() && numel == 2, "torchkiln.",
               op, ": state: got ", dtype_name(state.scalar_type()), " ", state.sym_sizes(),
-              ", expected int64 [2], {seed, offset} of dropout_state");
+              ", expected int64 [2], {seed, offset} from _dropout_state");
 }
 
 /// The parameters for the mask of a state, for p < 1.

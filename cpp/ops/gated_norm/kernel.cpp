@@ -46,8 +46,8 @@ void check_backward(const Backward::Arguments& call) {
                    (leading == grad.dim() - 1 && grad.sym_size(-1) % rstd.sym_size(-1) == 0)) &&
                   rstd.sym_sizes().slice(0, leading).equals(grad.sym_sizes().slice(0, leading)),
               "torchkiln.", kBackward, ": rstd: got ", dtype_name(rstd.scalar_type()), " ",
-              rstd.sym_sizes(), ", expected that of the forward, ", dtype_name(compute),
-              " [leading sizes of grad, groups]");
+              rstd.sym_sizes(), ", expected ", dtype_name(compute),
+              " [leading sizes of grad, groups], the rstd of the forward");
   check_normalized_parameter(kBackward, "weight", call.weight, grad.sym_sizes().slice(leading),
                              "grad", grad);
 }

@@ -50,8 +50,8 @@ void check_backward(const Backward::Arguments& call) {
                   statistics.dim() == 3 && statistics.sym_size(0) == 3 &&
                   statistics.sym_size(1) == batch && statistics.sym_size(2) == num_groups,
               "torchkiln.", kBackward, ": statistics: got ", dtype_name(statistics.scalar_type()),
-              " ", statistics.sym_sizes(), ", expected those of the forward, ", dtype_name(compute),
-              " [3, ", batch, ", ", num_groups, "]");
+              " ", statistics.sym_sizes(), ", expected ", dtype_name(compute), " [3, ", batch, ", ",
+              num_groups, "], the statistics of the forward");
   check_parameters(kBackward, "grad", x, call.weight, call.bias);
 }
 

@@ -5,15 +5,15 @@
 
 namespace torchkiln::gate_products {
 
-/// act(gate) * up for [gate, up] = x weight^T + bias by one kernel, and [gate, up] if `keeps`, else
-/// undefined. Nothing if two kernels take less time, or if the tensors are not plain.
+/// Computes act(gate) * up for [gate, up] = x weight^T + bias in one kernel, and returns [gate, up]
+/// if `keeps`. Returns nullopt if two kernels take less time, or if a tensor is not plain.
 std::optional<std::tuple<at::Tensor, at::Tensor>> layer_with_gate(const at::Tensor& x,
                                                                   const at::Tensor& weight,
                                                                   const MaybeTensor& bias,
                                                                   Activation act, bool keeps);
 
-/// The gradient of [gate, up], and act(gate) * up, by one kernel; the gradient of act(gate) * up is
-/// the product grad weight. `overwrites`: the result overwrites `gate_up`. Nothing as above.
+/// Computes act(gate) * up and the gradient of [gate, up], over `gate_up` if `overwrites`, in one
+/// kernel with the product grad weight, the gradient of act(gate) * up. Returns nullopt as above.
 std::optional<std::tuple<at::Tensor, at::Tensor>> gradient_through_gate(const at::Tensor& grad,
                                                                         const at::Tensor& weight,
                                                                         const at::Tensor& gate_up,

@@ -119,8 +119,8 @@ Three Backward::meta(const Arguments& call) {
                   stats.is_contiguous() && (stats.sym_size(0) == 1 || stats.sym_size(0) == 2) &&
                   stats.sym_sizes().slice(1).equals(grad.sym_sizes().slice(0, leading)),
               "torchkiln.", kName, ": stats: got ", dtype_name(stats.scalar_type()), " ",
-              stats.sym_sizes(), ", expected those of the forward, ", dtype_name(compute),
-              " [1 or 2, leading sizes of grad]");
+              stats.sym_sizes(), ", expected ", dtype_name(compute),
+              " [1 or 2, leading sizes of grad], the statistics of the forward");
   TORCH_CHECK(
       !wanted[2] || stats.sym_size(0) == 2, "torchkiln.", kName,
       ": wanted: got the gradient of the bias of an RMS norm, expected those of x and weight");

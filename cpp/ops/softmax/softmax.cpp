@@ -62,13 +62,12 @@ void check_mask(const char* op, const char* name, const Tensor& tensor, int64_t 
   TORCH_CHECK_VALUE(!causal || rank >= 2, "torchkiln.", op, ": causal: got ", name, " with ", rank,
                     " dimensions, expected at least 2, the last of which are [queries, keys]");
   TORCH_CHECK_VALUE(!causal || dim == rank - 1, "torchkiln.", op, ": causal: got dim ", dim,
-                    ", expected ", rank - 1, ", the last dimension of ", name,
-                    ", that of the keys");
+                    ", expected ", rank - 1, ", the last dimension of ", name, ": the keys");
   if (!mask.has_value()) return;
-  TORCH_CHECK(mask->scalar_type() == at::kBool, "torchkiln.", op, ": mask: got dtype ",
-              dtype_name(mask->scalar_type()),
-              ", expected bool, true where an element takes part, or a floating dtype, of numbers "
-              "to add");
+  TORCH_CHECK(
+      mask->scalar_type() == at::kBool, "torchkiln.", op, ": mask: got dtype ",
+      dtype_name(mask->scalar_type()),
+      ", expected bool (true: the element takes part) or a floating dtype (numbers to add)");
   check_mask_shape(op, name, tensor, *mask);
 }
 
@@ -91,8 +90,8 @@ Problem problem_of(const SoftmaxView& view, bool log, const Call& call, int64_t 
   return problem;
 }
 
-/// Sets the mask for tensors like `tensor` whose dimension `dim` is moved to the end. `mask` owns
-/// it.
+/// Sets the mask of a call on tensors like `tensor` whose dimension `dim` is moved to the end.
+/// `mask` owns the memory.
 template <class Call>
 void put_dim_last(Call& call, MaybeTensor& mask, const Tensor& tensor, int64_t dim) {
   mask = call.mask->expand(tensor.sizes()).movedim(dim, -1);
@@ -131,7 +130,7 @@ struct Backward {
       moved.y = moved_y;
       return kernel(moved).movedim(-1, at).contiguous();
     }
-    // Few elements take less time than a second kernel.
+    // Reading few elements that are not adjacent takes less time than a kernel that copies them.
     const SoftmaxView view = view_of_rows(grad, at, /*copies=*/grad.numel() >= 1 << 16);
     const auto saved = call.y->expect_contiguous();
     MaybeTensor kept;

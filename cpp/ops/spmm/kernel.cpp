@@ -81,7 +81,7 @@ void check_transpose(const char* op, const Tensor& crow, const Tensor& col,
                   (crow.dim() == 1 || transpose.sym_size(0) == crow.sym_size(0)),
               "torchkiln.", op, ": transpose: got ", dtype_name(transpose.scalar_type()), " ",
               transpose.sym_sizes(),
-              ", expected what torchkiln.csr_transpose() made of the pattern");
+              ", expected the result of torchkiln.csr_transpose() for this pattern");
 }
 
 void check_product(const char* op, const Tensor& crow, const Tensor& col, const Tensor& values,
@@ -103,7 +103,7 @@ MaybeCopy adjacent(const Tensor& tensor) {
                                                         : MaybeCopy::owned(tensor.contiguous());
 }
 
-/// adjacent() of matrices of numbers.
+/// As adjacent(), for matrices of numbers, which contiguous_copy() can copy.
 MaybeCopy adjacent_columns(const Tensor& matrices) {
   return matrices.size(-1) <= 1 || matrices.stride(-1) == 1
              ? MaybeCopy::borrowed(matrices)
@@ -114,7 +114,7 @@ int64_t batch_stride(const Tensor& tensor, int64_t rank) {
   return tensor.dim() == rank ? 0 : tensor.stride(0);
 }
 
-/// The kernels' pattern; borrows the tensors that it is made from.
+/// The pattern as the kernels read it. Borrows the tensors that it is made from, or owns copies.
 struct CsrArguments {
   MaybeCopy crow;
   MaybeCopy col;
@@ -204,7 +204,8 @@ void check_pattern(const Tensor& crow, const Tensor& col, int64_t columns) {
                     ": crow: got a last element other than ", entries, ", expected ", entries,
                     ", the number of entries in col");
   TORCH_CHECK_VALUE(!has(CsrFault::order), "torchkiln.", kSpmm,
-                    ": crow: got an element smaller than the one before, expected none");
+                    ": crow: got an element smaller than the one before, expected ascending "
+                    "elements");
   TORCH_CHECK_VALUE(!has(CsrFault::column), "torchkiln.", kSpmm,
                     ": col: got an element outside of the columns, expected all from 0 to ",
                     columns - 1);
@@ -232,7 +233,7 @@ Tensor CsrOp::meta(const Arguments& call) {
   if (transpose.has_value()) {
     check_transpose(kSpmm, crow, col, *transpose);
     TORCH_CHECK(columns_of(*transpose, col) == b.sym_size(-2), "torchkiln.", kSpmm,
-                ": transpose: got that of a pattern with ", columns_of(*transpose, col),
+                ": transpose: got the transpose of a pattern with ", columns_of(*transpose, col),
                 " columns, expected ", b.sym_size(-2));
   }
   return empty_result(b.options(), batch, {crow.sym_size(-1) - 1, b.sym_size(-1)});

@@ -105,7 +105,8 @@ class Batched {
   bool any_ = false;
 };
 
-/// The row of each entry: the number of rows, after the first, that begin at or before it.
+/// Returns the row of each entry: how many rows, not counting the first, begin at or before the
+/// entry.
 Tensor rows_of(const Tensor& crow, const Tensor& col) {
   const Tensor begins = crow.slice(1, 1, -1).to(at::kLong);
   c10::SymDimVector shape{col.sym_size(0), col.sym_size(1) + 1};
@@ -141,7 +142,7 @@ Tensor CsrOp::composite(const Arguments& call) {
         !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode),
         "torchkiln.", kSpmm,
         ": check: got True under a transform of torch.func, expected False; "
-        "check the pattern before");
+        "check the pattern before the transform");
     check_pattern(crow, col, b.size(-2));
   }
   const Batched all({crow, col, values}, {b});

@@ -125,8 +125,8 @@ __device__ __forceinline__ void multiply(const Parameters& p, Shared<T>& shared,
     const float2 bias = load_bias<T>(p, tile, thread);  // used after the products
     const int last_stage = start_products<T, kMajorA, kMajorB>(ring, cursor, shared.a, shared.b,
                                                                multiplier, p.depth_steps, sums);
-    // Written while the last products run. All threads have read this half, used two tiles ago,
-    // before they passed the barrier of the previous tile.
+    // Written while the last products run. This half was last read two tiles ago; every thread has
+    // passed a barrier since then.
     float* const own_bias = shared.bias[multiplier][parity];
     *reinterpret_cast<float2*>(own_bias + thread * 2) = bias;
     sync_multiplier(multiplier);

@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kFinishThreads)
 template <class C>
 Status queue_finish(const C* partial, const Plan& plan, const Result& result, const Result* second,
                     cudaStream_t stream) {
-  // Threads that would have no more than one round of loads take other columns.
+  // With fewer terms than one round of loads per thread, fewer threads share a column.
   int sharing = kMostSharing;
   while (sharing > 1 && plan.chunks * plan.fold <= kFinishLoads * (sharing / 2)) sharing /= 2;
   const int in_block = kFinishThreads / sharing;

@@ -33,9 +33,8 @@ struct InnerVectors {
   }
 };
 
-/// N adjacent elements, which begin anywhere and whose loads are in flight until read(). They are
-/// cut out of the aligned vectors that they lie in. A launch may write them only after all its
-/// reads.
+/// N adjacent elements that may begin anywhere, cut out of the aligned vectors around them. The
+/// loads are in flight until read(). A launch may overwrite the elements only after all its reads.
 template <class T, int N>
 class PendingElements {
  public:

@@ -81,7 +81,7 @@ struct RowPlan {
   int items;
 };
 
-/// Nothing if the row is too long for a team. `streams`: rows that a thread holds at once.
+/// Returns nullopt if the row is too long for a team. `streams`: rows that a thread holds at once.
 /// `cluster_threads`: preferred block size in a cluster; small blocks are scheduled sooner, large
 /// ones exchange less.
 inline std::optional<RowPlan> make_row_plan(int64_t vectors, int64_t min_threads, int streams,

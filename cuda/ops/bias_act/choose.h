@@ -12,7 +12,8 @@ namespace torchkiln::cuda {
 
 /// Blocks per SM and rows in flight per thread. A derivative computed from x has more arithmetic,
 /// which needs more threads; that leaves fewer registers per thread. Measured on compute capability
-/// 9.0, but for single elements: their loads are short, so that more threads keep more in flight.
+/// 9.0, except for single elements: their loads are short, so more threads keep more bytes in
+/// flight.
 struct BiasActTuning {
   int blocks;
   int rows;
@@ -39,7 +40,8 @@ inline bool uses_vectors(const BiasActBackward& p) {
            device::rows_in_vectors(p.saved, lanes, {p.saved_row_stride})));
 }
 
-/// Nothing if no gradient of the bias is wanted: then an elementwise kernel computes grad_x.
+/// Returns nullopt if no gradient of the bias is wanted. An elementwise kernel then computes
+/// grad_x.
 inline std::optional<BiasActPlan> choose(const BiasActBackward& p, const device::Device& device) {
   if (p.grad_bias == nullptr) return std::nullopt;
   const int lanes = uses_vectors(p) ? device::vector_lanes(p.dtype) : 1;

@@ -139,7 +139,7 @@ struct FewRows {
   TeamShape all;
 };
 
-/// Nothing if there are too many rows.
+/// Returns nullopt if there are too many rows.
 inline std::optional<FewRows> choose_few_rows(const CrossEntropy& p, int64_t vectors,
                                               const Device& device) {
   const int64_t row_bytes = p.classes * static_cast<int64_t>(size_of(p.dtype));
@@ -156,7 +156,7 @@ inline std::optional<FewRows> choose_few_rows(const CrossEntropy& p, int64_t vec
     plan.team = make_team(warps * kWarpLanes, kFewThreads, kFewThreads, 1);
   } else {
     plan.team = make_team(ceil_div(vectors, kShortItems), kWarpLanes, kFewThreads, 1);
-    // At least two warps: team `all` exchanges nothing between blocks of a single warp.
+    // At least two warps per block: blocks of a single warp exchange nothing within team `all`.
     least_teams = 2 * kWarpLanes / plan.team.threads;
   }
   const int64_t teams = ceil_div(rows_of_block, least_teams) * least_teams;
@@ -167,7 +167,7 @@ inline std::optional<FewRows> choose_few_rows(const CrossEntropy& p, int64_t vec
   return plan;
 }
 
-/// Nothing unless the rows are adjacent and short, and their vectors would be partial.
+/// Returns nullopt unless the rows are adjacent and short, and their vectors would be partial.
 inline std::optional<FlatRows> choose_flat_rows(const CrossEntropy& p, Alignment alignment) {
   const size_t element = size_of(p.dtype);
   const bool is_short = p.classes * static_cast<int64_t>(element) <= kMostFlatBytes;

@@ -14,7 +14,8 @@ namespace torchkiln::cuda {
 inline constexpr int kDropoutBlocks = 3;
 constexpr int dropout_rows_in_flight(int lanes) { return lanes > 1 ? 2 : 4; }
 
-/// Fewest rows of `fold` rows each: with fewer, the rest of the rows would take long.
+/// Fewest folded rows, of `fold` rows each. With fewer, the rows that are left over would take too
+/// long.
 inline constexpr int64_t kFewestDropoutFolds = 8;
 /// Fewest elements whose Philox draws, one for each, take longer than the sums of folded columns.
 inline constexpr int64_t kManyDraws = 1 << 21;

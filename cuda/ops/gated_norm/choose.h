@@ -55,7 +55,7 @@ inline Alignment alignment_of_groups(const GatedNormBackward& p) {
   return alignment_of_groups(p, tensors);
 }
 
-/// Nothing if no team holds a group.
+/// Returns nullopt if no team holds a group.
 inline std::optional<GatedNormPlan> choose(const GatedNorm& p, Alignment alignment,
                                            const Device& device) {
   alignment = without_short_edges(p.dtype, alignment, p.columns);
@@ -69,7 +69,7 @@ inline std::optional<GatedNormPlan> choose(const GatedNorm& p, Alignment alignme
 inline constexpr int kGradientThreads = 512;
 inline constexpr int kScalarItems = 8;  // elements of a thread if groups are not whole vectors
 
-/// Nothing if no block holds a group.
+/// Returns nullopt if no block holds a group.
 inline std::optional<GatedGradientPlan> choose(const GatedNormBackward& p, Alignment alignment,
                                                const Device& device) {
   constexpr int kSmallBlock = 128;  // block size of teams that share a block

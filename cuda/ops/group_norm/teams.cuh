@@ -95,7 +95,8 @@ __device__ __forceinline__ void set_factors(C low, C rstd, const C (&weight)[N],
   }
 }
 
-/// Of vectors of x and grad: x - mean, its scale, and the gradient g of the activation's argument.
+/// Computes x - mean, its scale, and the gradient g of the activation's argument from vectors of x
+/// and grad.
 template <class Vector, class Act, class C, int N>
 __device__ __forceinline__ void differentiate(const Act& act, C mean, C low, C rstd,
                                               const Vector& x, const Vector& grad,

@@ -149,7 +149,7 @@ struct StreamPlan {
   Alignment alignment;
 };
 
-/// Nothing if rows are too long or have no shared offset.
+/// Returns nullopt if rows are too long or have no shared offset.
 inline std::optional<StreamPlan> plan_stream(const NormBackward& p, Alignment alignment,
                                              const Device& device) {
   if (alignment == Alignment::scalar) return std::nullopt;

@@ -115,7 +115,8 @@ inline std::optional<SlabPlan> share_rows(const SlabRows& rows, Alignment alignm
   return cost_of(other, rows) < cost_of(plan, rows) ? other : plan;
 }
 
-/// Nothing if slabs do not support the rows. exchanges: whether results need sums over whole rows.
+/// Returns nullopt if slabs do not support the rows. exchanges: whether results need sums over
+/// whole rows.
 inline std::optional<SlabPlan> plan_slabs(const SlabRows& rows, bool exchanges,
                                           const Device& device) {
   if (!device.runs_90_code || rows.dtype == Dtype::float64 || rows.rows > kMaxSlabRows)

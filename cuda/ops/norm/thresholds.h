@@ -16,7 +16,8 @@ using namespace device;
 inline constexpr int64_t kKiB = 1 << 10;
 inline constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 
-// Slabs, forward. A team of blocks begins with an empty ring, which 8 rows outweigh.
+// Slabs, forward: fewest rows of a team. Its blocks begin with an empty ring; eight rows outweigh
+// the time to fill it.
 inline constexpr int64_t kFewestRowsOfSlabTeam = 8;
 
 /// Rows of more bytes are faster in slabs, where weight and bias are read once. Shorter ones are
@@ -40,9 +41,8 @@ inline int64_t most_bytes_without_slabs(const Norm& p, Alignment alignment) {
 // H100. With more than 2,048 rows a thread has too many to sum, unless they are short.
 inline constexpr int64_t kMostFewRows = 2048;
 inline constexpr int64_t kMostFewBytes = 16 << 20;
-// More rows, and those that are read element by element, gain while the time of a second kernel,
-// 3 us, and of rings of rows that begin empty outweighs two reads: 1 x 1 in bfloat16 took 15 us
-// streamed.
+// More rows, and rows that are read element by element, gain while two reads take less time than a
+// second kernel, 3 us, and rings that begin empty: 1 x 1 in bfloat16 took 15 us streamed.
 inline constexpr int64_t kMostFewElements = 1 << 20;
 
 // Bulk copies, backward: 64 to 96 KiB in flight per SM suffice for the speed of a copy. Rows of 1

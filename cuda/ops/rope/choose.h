@@ -82,7 +82,7 @@ inline uint32_t tokens_per_block(int64_t items_per_token, int64_t all_tokens) {
   return best;
 }
 
-/// Nothing if a token has 2^30 or more items: vectors of up to kRopeHeads heads.
+/// Returns nullopt if a token has 2^30 or more items: vectors of up to kRopeHeads heads.
 inline std::optional<RopePlan> choose(const Rope& p) {
   const int widest = vector_lanes(p.dtype);
   RopePlan plan{};

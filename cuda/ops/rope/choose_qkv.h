@@ -34,8 +34,8 @@ inline constexpr int kRingStages = 2;
 inline constexpr int kAcrossPieces = 2;
 inline constexpr int kAcrossBackwardPieces = 3;
 inline constexpr int64_t kAcrossThreads = 2 * kQkvThreads;
-/// Fewer tokens than this, whose blocks would have so many rounds, have several blocks each: about
-/// kAcrossBlocks in all, with two rounds or more.
+/// With fewer tokens than kFewAcrossTokens, each of kManyRounds rounds or more, several blocks
+/// share a token: about kAcrossBlocks in all, each with two rounds or more.
 inline constexpr int64_t kFewAcrossTokens = 64;
 inline constexpr int64_t kManyRounds = 8;
 inline constexpr int64_t kAcrossBlocks = 1024;
@@ -163,7 +163,7 @@ inline bool set_blocks(QkvPlan& plan, int64_t most) {
   return true;
 }
 
-/// The plan for a norm of each head, or none. Nothing if a token has more than 2^31 teams.
+/// The plan for a norm of each head, or none. Returns nullopt if a token has more than 2^31 teams.
 inline std::optional<QkvChoice> choose(const QkvNormRope& p, const Device& device) {
   const auto in_one_round = [&](int lanes, int heads) -> std::optional<QkvChoice> {
     QkvChoice choice{lanes, heads, 1, make_qkv_plan(p, lanes, heads)};
@@ -213,7 +213,7 @@ inline int across_threads(const QkvAcrossPlan& across, int pieces) {
   return static_cast<int>(ceil_div(even, kWarpLanes)) * kWarpLanes;
 }
 
-/// A block for each token, or several for each of few.
+/// One block per token, or several if there are few tokens.
 inline QkvAcrossChoice make_across_choice(const QkvNormRope& p, int lanes, int pieces) {
   QkvAcrossPlan plan{};
   plan.plan = make_qkv_plan(p, lanes, 1);

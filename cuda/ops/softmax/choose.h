@@ -32,9 +32,9 @@ inline constexpr int64_t kShallowLength = 64;
 // A tile is adjacent rows in shared memory, whose elements are not adjacent in x.
 inline constexpr int kMaxTileThreads = 512;
 inline constexpr int kMaxTileRows = 256;
-/// Fewest rows: of float32, they fill the 32 bytes of a memory access.
+/// Fewest rows of a tile: eight rows of float32 fill a memory access of 32 bytes.
 inline constexpr int kMinTileRows = 8;
-/// Most bytes of a tile with more rows: an SM of 9.0 holds two blocks.
+/// Most bytes of a tile of more rows: an SM of 9.0 then holds two blocks.
 inline constexpr int kTwoTilesBytes = 96 * 1024;
 /// Most bytes of the tile's static shared memory, for two numbers of each row and one of a thread.
 inline constexpr int kTileStaticBytes = (kMaxTileThreads + 2 * kMaxTileRows) * 8;
@@ -45,7 +45,7 @@ inline constexpr int kShortItems = 4;                  // elements per thread, a
 inline constexpr int kSingleRows = 8 * kShortThreads;  // of a block, if rows have one element
 /// Longest short row, in bytes.
 inline constexpr int64_t kShortBytes = 96;
-/// Most threads per SM of rows of whole vectors: more use whole vectors.
+/// Short rows of whole vectors that need more threads per SM than this are read in whole vectors.
 inline constexpr int kFewThreads = 512;
 
 /// Rows in the registers of teams. `masked`: by a kernel with a mask, which also takes any scale.

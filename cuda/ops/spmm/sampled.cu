@@ -122,8 +122,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Flight, T>)
 
 constexpr int kEntryThreads = 256;
 
-/// A block per entry, for few entries of very wide rows, or whose elements of `right` are spread in
-/// memory. Of one matrix.
+/// One block per entry of one matrix, for few entries with very wide rows, or with elements of
+/// `right` that are far apart in memory.
 template <class T, class Index>
 __global__ void __launch_bounds__(kEntryThreads) sampled_entries(SampledProduct p) {
   using C = Compute<T>;
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kEntryThreads) sampled_entries(SampledProduct 
   static_cast<T*>(p.out)[entry] = convert<T>(sum);
 }
 
-/// Whether entries have a block each: a warp would read so wide rows in several rounds.
+/// Whether entries have a block each: a warp would need several rounds for rows of this width.
 bool has_block_per_entry(const SampledProduct& p) {
   return p.column_stride != 1 || (p.batch == 1 && p.pattern.entries <= 512 && p.width >= 2048);
 }

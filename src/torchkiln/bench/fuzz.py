@@ -135,7 +135,8 @@ class Summary:
 
     def write(self, file: Path) -> None:
         """Write a line each for the machine, the totals, an op in a direction, a slower call."""
-        lines = [self.environment, *map(asdict, (self.total, *self.counts, *self.slower))]
+        rows: list[Count | Timed] = [self.total, *self.counts, *self.slower]
+        lines = [self.environment, *(asdict(row) for row in rows)]
         file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 

@@ -25,6 +25,7 @@ from torchkiln.bench.measure import (
 from torchkiln.bench.peers import EAGER, knows
 from torchkiln.bench.result import CALLS, HOST, ROWS, SMALL, SWEEP, Measurement, Skipped, reason_of
 from torchkiln.cli.status import CannotRun
+from torchkiln.ops._traced import name_of
 from torchkiln.testing import OpSpec
 
 Shape = tuple[int, int]
@@ -196,11 +197,6 @@ class Plan:
                 for count in self.threads if kind == CALLS else self.threads[:1]:
                     one = partial(some, time_case, case, direction, count=count, kind=kind)
                     yield direction, one
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``."""
-    return str(dtype).removeprefix("torch.")
 
 
 def some(

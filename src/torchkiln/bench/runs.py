@@ -34,10 +34,10 @@ class Silent:
     """Shows nothing."""
 
     def begin(self, words: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def done(self, row: Measurement) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def measure(chosen: Plan, display: Progress) -> tuple[Record, bool]:

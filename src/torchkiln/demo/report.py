@@ -12,10 +12,11 @@ import torch
 import torchkiln
 from torchkiln.bench import Measurement
 from torchkiln.bench.case import BACKWARD, FORWARD
-from torchkiln.bench.plan import default_device, name_of
+from torchkiln.bench.plan import default_device
 from torchkiln.bench.report import Table, show, tables
 from torchkiln.demo.speed import by_family, mean_speedup
 from torchkiln.demo.train import TOLERANCE, Outcome
+from torchkiln.ops._traced import name_of
 from torchkiln.testing.environment import processor
 
 if TYPE_CHECKING:

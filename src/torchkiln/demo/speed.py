@@ -12,8 +12,9 @@ from torchkiln.bench.case import BACKWARD, FORWARD, cases
 from torchkiln.bench.clock import device_clock
 from torchkiln.bench.measure import Settings, time_case
 from torchkiln.bench.peers import EAGER
-from torchkiln.bench.plan import DTYPES, name_of
+from torchkiln.bench.plan import DTYPES
 from torchkiln.bench.result import CALLS, Skipped, reason_of
+from torchkiln.ops._traced import name_of
 from torchkiln.ops.names import FAMILIES
 from torchkiln.testing import SPECS
 

@@ -241,7 +241,7 @@ def vocab_parallel_linear_cross_entropy(
         found = f"{linear_weight.dtype} {list(linear_weight.shape)}"
         raise ValueError(
             f"torchkiln.{NAME}: linear_weight: got {found}, expected {x.dtype} "
-            f"[classes of this process, {x.shape[-1]}], as of x"
+            f"[classes of this process, {x.shape[-1]}]: the dtype and the last size of x"
         )
     shard = class_shard(NAME, linear_weight.shape[0], group, classes, first_class)
     dtype = dtype_of_loss(x, loss_dtype)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from torchkiln.jit.call.layout import broadcast
-from torchkiln.jit.call.packing import dtype_name
 from torchkiln.jit.compile.includes import scan
 from torchkiln.jit.custom_op import MAKING, Op
 from torchkiln.jit.formula.arguments import Argument, is_plain, read_arguments
@@ -19,6 +18,7 @@ from torchkiln.jit.formula.expression import Name, Node, call, cuda_of, names_in
 from torchkiln.jit.formula.reference import GRAD, reference_of, with_gradients
 from torchkiln.jit.formula.source import CUDA_TYPES
 from torchkiln.jit.formula_kernel import FormulaKernel
+from torchkiln.ops._traced import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -77,7 +77,7 @@ class Elementwise(Op):
             if value.dtype not in CUDA_TYPES:
                 expected = "float32, float64, float16 or bfloat16"
                 raise TypeError(
-                    f"{where}: {argument.name}: got dtype {dtype_name(value.dtype)},"
+                    f"{where}: {argument.name}: got dtype {name_of(value.dtype)},"
                     f" expected {expected}"
                 )
             if tensors and value.device != tensors[0].device:
@@ -182,7 +182,9 @@ def elementwise(
         )
     node = parse(expression) if expression else None
     if node is None and (reference is None or not source or not arguments):
-        raise ValueError(f"{WHERE}: functor: expected source, arguments and reference with it")
+        raise ValueError(
+            f"{WHERE}: functor: got {functor!r} alone, expected also source, arguments, reference"
+        )
     used = list(dict.fromkeys(names_in(node))) if node is not None else []
     found = read_arguments(arguments or ", ".join(used))
     if name and (not is_plain(name) or name.startswith("__") or name == "name"):  # torch.ops.x.name

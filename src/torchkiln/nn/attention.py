@@ -266,7 +266,7 @@ def check_settings(  # noqa: PLR0917
     if head_dim is None and dim % num_heads:
         raise ValueError(
             f"torchkiln.nn.Attention: num_heads: got {num_heads}, expected a divisor of dim = "
-            f"{dim}, or head_dim="
+            f"{dim}; for other sizes pass head_dim"
         )
     if qk_norm not in (None, "head", "all"):
         raise ValueError(

@@ -17,7 +17,7 @@ from torchkiln.ops._traced import (
 from torchkiln.ops.activation import is_tanh
 from torchkiln.ops.eager import eager
 
-BROADCAST = "; torch.broadcast_tensors(gate, up) makes shapes that broadcast equal"
+BROADCAST = "; to broadcast, pass *torch.broadcast_tensors(gate, up)"
 
 
 @eager(_C.swiglu, beside=("out",))

@@ -41,7 +41,7 @@ class Step:
         self.grads: list[Tensor] = []
 
     def __call__(self, forward: Callable[..., Any]) -> None:
-        """Run."""
+        """Run the forward, and its backward if gradients are on."""
         out = forward(*self.given.args, **self.given.options)
         if not torch.is_grad_enabled() or not self.wanted:
             return

@@ -172,7 +172,7 @@ class Renamed:
     called: str
 
     def __call__(self, device: torch.device) -> Iterator[Invalid]:
-        """The calls."""
+        """The invalid calls, whose messages have the other name."""
         assert self.parent.invalid is not None
         for case in self.parent.invalid(device):
             words = case.message.replace(f".{self.parent.name}: ", f".{self.called}: ")

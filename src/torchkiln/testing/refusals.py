@@ -15,15 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from torchkiln.ops._traced import name_of
 from torchkiln.testing.sample import FLOATING, Invalid, Sample
 
 if TYPE_CHECKING:
     from torchkiln.testing.spec import OpSpec
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """The dtype as messages name it."""
-    return str(dtype).removeprefix("torch.")
 
 
 KNOWN_DTYPES = "expected one of " + ", ".join(map(name_of, FLOATING))

@@ -153,14 +153,14 @@ inline void check_like_or_mixed(const char* op, const char* name, const at::Tens
   check_same_shape(op, name, tensor, name_of_x, x);
 }
 
-/// Checks for `least` to `most` dimensions; `what` describes them: "[rows, columns]".
+/// Checks that a tensor has `least` to `most` dimensions; `what` lists them: "[rows, columns]".
 inline void check_rank(const char* op, const char* name, const at::Tensor& tensor, int64_t least,
                        int64_t most, const char* what) {
   TORCH_CHECK(least <= tensor.dim() && tensor.dim() <= most, TORCHKILN_PACKAGE ".", op, ": ", name,
               ": got shape ", tensor.sym_sizes(), ", expected ", what);
 }
 
-/// Checks the size of a dimension, which may be negative; `what` describes the size.
+/// Checks the size of dimension `dim`, which may be negative; `what` describes the size.
 inline void check_size(const char* op, const char* name, const at::Tensor& tensor, int64_t dim,
                        const c10::SymInt& size, const char* what) {
   TORCH_CHECK(tensor.sym_size(dim) == size, TORCHKILN_PACKAGE ".", op, ": ", name, ": got size ",
@@ -168,13 +168,13 @@ inline void check_size(const char* op, const char* name, const at::Tensor& tenso
               " of shape ", tensor.sym_sizes(), ", expected ", size, ", ", what);
 }
 
-/// Checks for at least 1 dimension.
+/// Checks that a tensor has at least 1 dimension.
 inline void check_not_0_dim(const char* op, const char* name, const at::Tensor& tensor) {
   TORCH_CHECK(tensor.dim() >= 1, TORCHKILN_PACKAGE ".", op, ": ", name,
               ": got a 0-dimensional tensor, expected at least 1 dimension");
 }
 
-/// Checks for shape [size]; `what` describes the size.
+/// Checks that a tensor has the shape [size]; `what` describes the size.
 inline void check_vector(const char* op, const char* name, const at::Tensor& tensor,
                          const c10::SymInt& size, const char* what) {
   TORCH_CHECK(tensor.dim() == 1 && tensor.sym_size(0) == size, TORCHKILN_PACKAGE ".", op, ": ",

@@ -230,7 +230,7 @@ struct EntryOf<Op, function, R (*)(Args...), std::tuple<Values...>> {
     return pass(run, values...);
   }
 
-  /// The function for the key ADInplaceOrView: an in-place op while autograd is off.
+  /// The function for the key ADInplaceOrView: calls an in-place op and increments the version.
   static R in_place(c10::DispatchKeySet keys, Values... values) {
     R changed = pass([&](auto&&... args) -> R { return Below(keys).call<Op>(args...); }, values...);
     torch::autograd::increment_version(changed);

@@ -112,8 +112,8 @@ TORCHKILN_EXPORT at::Tensor linear(const at::Tensor& x, const at::Tensor& weight
 
 struct MlpOptions {
   std::string_view act = "gelu";     // as for activation(), or "none"
-  std::string_view save = "preact";  // for backward: the argument of the activation; or "none",
-                                     // which computes it again
+  std::string_view save = "preact";  // keeps the argument of the activation for backward; with
+                                     // "none" backward computes it again
 
   TORCHKILN_FIELDS(self.act, self.save);
 };

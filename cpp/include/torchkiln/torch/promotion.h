@@ -20,8 +20,8 @@ using PromotedByOf = decltype(Op::kPromotedBy);
 template <class Op>
 using ReadsMixedOf = decltype(Op::kReadsMixed);
 
-/// Whether the kernels read argument `index` of the op if it is half precision and another one
-/// float32.
+/// Whether the kernels read argument `index` of the op without a cast if one argument has half
+/// precision and another one float32.
 template <class Op>
 constexpr bool is_read_mixed(size_t index) {
   if constexpr (kHas<ReadsMixedOf, Op>) {

@@ -146,8 +146,8 @@ __global__ void __launch_bounds__(Access::kThreads)
   run<false>(body, access, numel);
 }
 
-/// Launches `body`, or `general`, which computes the same, for rows in vectors without a linear
-/// first input and for AnyAccess. All other accessors need inputs of exactly the types In.
+/// Launches `body`. For AnyAccess, and for rows in vectors without a linear first input, launches
+/// `general`, which computes the same. All other accessors need inputs of exactly the types In.
 template <class Out, class... In, class Body, class General, int Outputs>
 Status launch_bodies(const Body& body, const General& general,
                      const Elementwise<sizeof...(In), Outputs>& arguments, cudaStream_t stream) {

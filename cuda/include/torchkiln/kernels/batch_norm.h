@@ -166,8 +166,8 @@ struct BatchNormPoolBackward {
 
 namespace cpu {
 
-/// For the statistics of a training forward: tasks are chunks of the elements, results the
-/// channels.
+/// How the statistics of a training forward are split: tasks are chunks of the elements, results
+/// are the channels.
 TORCHKILN_EXPORT Split split(const BatchNorm& arguments);
 
 /// Writes the moments of the chunks begin <= chunk < end to the workspace.
@@ -185,7 +185,7 @@ TORCHKILN_EXPORT Status batch_norm(const BatchNorm& arguments, int64_t begin, in
 TORCHKILN_EXPORT Status batch_norm_merge(const BatchNormMerge& arguments, int64_t begin,
                                          int64_t end);
 
-/// Tasks are chunks of the elements, results the channels.
+/// Tasks are chunks of the elements; results are the channels.
 TORCHKILN_EXPORT Split split(const BatchNormBackward& arguments);
 
 /// Writes grad_residual and the sums of the chunks begin <= chunk < end.

@@ -67,7 +67,7 @@ namespace cpu {
 /// Computes statistics and y of the groups begin <= group < end of all samples.
 TORCHKILN_EXPORT Status group_norm(const GroupNorm& arguments, int64_t begin, int64_t end);
 
-/// Tasks are the groups of all samples, results the channels.
+/// Tasks are the groups of all samples; results are the channels.
 TORCHKILN_EXPORT Split split(const GroupNormBackward& arguments);
 
 /// Computes grad_x and the sums over each channel for the groups begin <= group < end.

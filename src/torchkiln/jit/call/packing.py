@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchkiln.jit.call.signature import NUMBERS, Parameter
+from torchkiln.ops._traced import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,11 +27,6 @@ INTEGER_RANGES = {
     if not dtype.is_floating_point and dtype != torch.bool
 }
 Size = int | tuple[int, ...]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype without its module: ``float32``."""
-    return str(dtype).removeprefix("torch.")
 
 
 def dimensions(
@@ -64,7 +60,7 @@ def common_device(where: str, signature: Signature, given: Sequence[Any]) -> int
             continue
         if not value.is_cuda:
             got = f"a tensor on {value.device}"
-            raise ValueError(f"{where}: {parameter.name}: got {got}, expected one on a GPU")
+            raise ValueError(f"{where}: {parameter.name}: got {got}, expected a tensor on a GPU")
         index = value.get_device()
         if device is None:
             device = index
@@ -136,6 +132,6 @@ def _pack_pointer(where: str, parameter: Parameter, value: Any) -> ctypes.c_void
         got, wanted = type(value).__name__, f"a torch.Tensor for {parameter}"
         raise TypeError(f"{where}: {parameter.name}: got {got}, expected {wanted}")
     if parameter.dtype not in (None, value.dtype):
-        got, wanted = dtype_name(value.dtype), f"{dtype_name(parameter.dtype)} for {parameter}"
+        got, wanted = name_of(value.dtype), f"{name_of(parameter.dtype)} for {parameter}"
         raise TypeError(f"{where}: {parameter.name}: got dtype {got}, expected {wanted}")
     return ctypes.c_void_p(value.data_ptr())

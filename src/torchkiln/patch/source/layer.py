@@ -196,7 +196,7 @@ class OwnScope(ast.NodeTransformer):
     """Leaves definitions in a function alone."""
 
     def visit(self, node: ast.AST) -> Any:
-        """A node."""
+        """Visits a node that is no definition."""
         return node if isinstance(node, SCOPES) else super().visit(node)
 
 
@@ -208,7 +208,7 @@ class Inline(OwnScope, ast.NodeTransformer):
         self.found: list[tuple[str, str]] = []
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        """A call."""
+        """Rewrites a call of an activation of a layer's result."""
         self.generic_visit(node)
         act = call_of(node, self.acts)
         layer = call_of(act[1], self.layers) if act else None

@@ -123,7 +123,7 @@ class Losses(ast.NodeTransformer):
         self.found = 0
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        """A call."""
+        """Rewrites a call of torch's loss."""
         self.generic_visit(node)
         name = getattr(node.func, "attr", getattr(node.func, "id", None))
         if name in NAMES and has_fixed_index(node):

@@ -1,4 +1,4 @@
-"""Masks of Hugging Face's models that ignore positions which the model has counted itself.
+"""Hides positions that a model of Hugging Face counts itself from the functions that make masks.
 
 Without a cache, the functions that make masks search ``position_ids`` for packed sequences. Under
 ``torch.compile`` they cannot see that there are none, and make a dense mask. Positions that the

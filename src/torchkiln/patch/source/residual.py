@@ -205,7 +205,7 @@ class Inline(OwnScope, ast.NodeTransformer):
         self.found: list[str] = []
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        """A call."""
+        """Rewrites a call of a norm of a sum."""
         self.generic_visit(node)
         call = call_of(node, self.norms)
         if call is None or not isinstance(call[1], ast.BinOp) or not is_sum(call[1]):

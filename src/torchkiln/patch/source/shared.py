@@ -174,7 +174,7 @@ class Places(OwnScope, ast.NodeTransformer):
         self.calls, self.kept = calls, kept
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        """A call."""
+        """Reads the kept output in place of a call of a layer."""
         if not any(node is call for call in self.calls):
             return self.generic_visit(node)
         # Taken out of the list, so that the forward keeps no output longer than before.

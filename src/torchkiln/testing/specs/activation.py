@@ -53,7 +53,7 @@ def density(z: Tensor) -> Tensor:
 
 
 def gelu_tanh_slope_terms(z: Tensor) -> Tensor:
-    """1 for the factor 1 + tanh, plus the derivative of the argument times z s."""
+    """Bounds of the terms of s + z s (1 - s) 2 u', the derivative, with s = sigmoid(2 u)."""
     slope = 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * z * z)
     return 1 + slope * exact_gelu_tanh(z).abs()
 
@@ -64,7 +64,7 @@ def silu_slope_terms(z: Tensor) -> Tensor:
 
 
 def quick_gelu(z: Tensor) -> Tensor:
-    """The formula."""
+    """``z * sigmoid(1.702 z)``."""
     return z * torch.sigmoid(1.702 * z)
 
 
@@ -74,7 +74,7 @@ def rounded_sigmoid(z: Tensor) -> Tensor:
 
 
 def relu2(z: Tensor) -> Tensor:
-    """The formula."""
+    """``max(z, 0)**2``."""
     return torch.square(torch.relu(z))
 
 
@@ -135,7 +135,7 @@ def away_from_zero(x: Tensor) -> Tensor:
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Shapes."""
+    """A call for each shape."""
     for name, shape in SHAPES.items():
         yield Sample(name, (away_from_zero(normal("x", shape, device, dtype)),))
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 import torchkiln
+from torchkiln.ops._traced import name_of
 from torchkiln.testing.data import cycle, large_matrix, normal
 from torchkiln.testing.forms import with_forms
-from torchkiln.testing.refusals import KNOWN_DTYPES, GoodCall, Refusals, name_of
+from torchkiln.testing.refusals import KNOWN_DTYPES, GoodCall, Refusals
 from torchkiln.testing.sample import Invalid, Sample, Traffic
 from torchkiln.testing.spec import OpSpec
 

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import torchkiln
+from torchkiln.ops._traced import name_of
 from torchkiln.testing.compare import depth
 from torchkiln.testing.data import normal
 from torchkiln.testing.derive import layer
-from torchkiln.testing.refusals import GoodCall, Refusals, name_of
+from torchkiln.testing.refusals import GoodCall, Refusals
 from torchkiln.testing.sample import Invalid, Sample
 from torchkiln.testing.spec import OpSpec
 
@@ -84,12 +85,10 @@ def invalid(name: str, device: torch.device) -> Iterator[Invalid]:
         mask = torch.ones(shape, device=device, dtype=torch.bool)
         yield good.changed(f"mask: got shape {list(shape)}, {expected}", mask=mask)
         yield good.changed(f"mask: got shape {list(shape)}, {expected}", mask=mask.float())
-    expected = (
-        "expected bool, true where an element takes part, or a floating dtype, of numbers to add"
-    )
+    expected = "expected bool (true: the element takes part) or a floating dtype (numbers to add)"
     for dtype in (torch.int64, torch.uint8):
         yield good.changed(f"mask: got dtype {name_of(dtype)}, {expected}", mask=x.to(dtype))
-    words = "causal: got dim 0, expected 1, the last dimension of x, that of the keys"
+    words = "causal: got dim 0, expected 1, the last dimension of x: the keys"
     yield good.changed(words, ValueError, dim=0, causal=True)
     expected = "expected at least 2, the last of which are [queries, keys]"
     words = f"causal: got x with 1 dimensions, {expected}"

@@ -205,9 +205,9 @@ def invalid(device: torch.device) -> Iterator[Invalid]:
     yield good.changed("shape: got [4], expected [rows, columns]", shape=(4,))
     yield good.changed("crow: got dtype float32, expected int32 or int64", crow=crow.float())
     yield good.changed("col: got dtype int32, expected int64, the dtype of crow", col=col.int())
-    words = "got int64 [3], expected what torchkiln.csr_transpose() made of the pattern"
+    words = "got int64 [3], expected the result of torchkiln.csr_transpose() for this pattern"
     yield good.changed(f"transpose: {words}", transpose=crow)
-    words = "transpose: got that of a pattern with 5 columns, expected 4"
+    words = "transpose: got the transpose of a pattern with 5 columns, expected 4"
     yield good.changed(words, transpose=torch.zeros(12, dtype=torch.int32, device=device))
 
 

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import torchkiln
+from torchkiln.ops._traced import name_of
 from torchkiln.testing.compare import steps
 from torchkiln.testing.data import normal
 from torchkiln.testing.derive import layer
-from torchkiln.testing.refusals import GoodCall, Refusals, name_of
+from torchkiln.testing.refusals import GoodCall, Refusals
 from torchkiln.testing.sample import Invalid, Sample, Traffic
 from torchkiln.testing.spec import OpSpec
 from torchkiln.testing.specs.cross_entropy import logits as whole
@@ -248,7 +249,7 @@ def invalid(device: torch.device) -> Iterator[Invalid]:
     )
     words = "linear_weight: got shape [4, 3], expected 4 as the second size, the last size of x"
     yield good.changed(words, linear_weight=weight.T)
-    words = "linear_weight: got shape [0, 4], expected at least 1 row: a class"
+    words = "linear_weight: got shape [0, 4], expected at least 1 row: one for each class"
     yield good.changed(words, linear_weight=weight[:0])
     words = (
         "expected int64, of classes; for probabilities call "

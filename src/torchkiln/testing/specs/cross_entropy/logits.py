@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchkiln
+from torchkiln.ops._traced import name_of
 from torchkiln.testing.data import normal
-from torchkiln.testing.refusals import GoodCall, Refusals, name_of
+from torchkiln.testing.refusals import GoodCall, Refusals
 from torchkiln.testing.sample import Invalid, Sample, Traffic
 from torchkiln.testing.spec import OpSpec
 
@@ -256,8 +257,8 @@ def wrong_targets(good: GoodCall) -> Iterator[Invalid]:
         yield good.changed(words, logits=logits, target=target)
     words = "target: got shape [2, 3], expected [2, 4], the shape of logits, for probabilities"
     yield good.changed(words, target=x[:, :3])
-    expected = "a negative number: no row has a class that could be ignored; leave it out"
-    words = f"ignore_index: got 1 beside probabilities, expected {expected}"
+    expected = "a negative number: only classes can be ignored; leave it out"
+    words = f"ignore_index: got 1 with a target of probabilities, expected {expected}"
     yield good.changed(words, ValueError, target=x, ignore_index=1)
 
 

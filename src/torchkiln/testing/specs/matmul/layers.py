@@ -38,7 +38,7 @@ SHAPES: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = (
 
 
 def matmul_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Every shape."""
+    """A call for each pair of shapes."""
     for name, (left, right) in SHAPES.items():
         yield Sample(name, (normal("a", left, device, dtype), normal("b", right, device, dtype)))
 
