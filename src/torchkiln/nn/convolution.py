@@ -55,7 +55,7 @@ def norm_act(
     *,
     in_place: bool = False,
 ) -> Tensor:
-    """``act(norm(x) + residual)``; in three steps where the op does not take the call.
+    """``act(norm(x) + residual)``, in one op if it supports the norm and the residual.
 
     ``moments`` are the moments of ``x``, if :func:`convolved` computed them. With ``in_place`` the
     residual is added in place. So the sum keeps the dtype of the norm's result, even where autocast
@@ -82,9 +82,10 @@ def conv_norm_act(
     *,
     in_place: bool = False,
 ) -> Tensor:
-    """``act(norm(conv(x)) + residual)``, in eval mode with a folded batch norm where that fits.
+    """``act(norm(conv(x)) + residual)``.
 
-    ``in_place`` as for :func:`norm_act`.
+    In eval mode the batch norm is folded into the weight of the convolution, unless
+    :func:`folded_conv_norm_act` returns None. ``in_place`` as for :func:`norm_act`.
     """
     folded = folded_conv_norm_act(conv, norm, x, residual, act)
     if folded is not None:
@@ -111,7 +112,7 @@ def convolved(conv: nn.Module, norm: _BatchNorm, x: Tensor) -> tuple[Tensor, Ten
 def folded_conv_norm_act(
     conv: nn.Module, norm: _BatchNorm, x: Tensor, residual: Tensor | None, act: Activation
 ) -> Tensor | None:
-    """The result from a folded batch norm; None if the modules are to be called one by one."""
+    """The result with the norm folded into the convolution; None if it is not folded."""
     if is_compiling() or norm.training:
         return None
     if (
