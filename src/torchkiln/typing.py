@@ -79,7 +79,7 @@ class BuildInfo(TypedDict):
     """What the package was built with, as :func:`torchkiln.build_info` returns it."""
 
     version: str
-    """Of torchkiln."""
+    """The version of torchkiln."""
     torch: str
     """The torch of the module that this process has loaded."""
     torch_cuda: str | None

@@ -54,7 +54,7 @@ class Graph:
         return node
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """The node, or the nodes, of an operation in ``OPERATIONS``."""
+        """A function that adds an operation of ``OPERATIONS`` and returns its node or nodes."""
         count, function = OPERATIONS[name]
 
         def operation(*args: Node, **named: Any) -> Any:

@@ -108,7 +108,7 @@ class InPlace(nn.Module):
 
 
 class OutOfPlace(InPlace):
-    """The same values."""
+    """The values of ``InPlace``, from a SiLU that does not overwrite its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.silu(x)

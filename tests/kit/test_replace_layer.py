@@ -52,7 +52,7 @@ class Inline(nn.Module):
 
 
 class Steps(Inline):
-    """The same in steps, with a dropout."""
+    """``Inline`` with one statement per module, a dropout and a helper method."""
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         x = self.fc1(x)

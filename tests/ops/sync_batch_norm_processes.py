@@ -137,7 +137,7 @@ def statistics_of_the_batch(device: torch.device) -> None:
 
 
 def fused_models(device: torch.device) -> None:
-    """Of all conversions, by torch and by the module, before fuse() and after it."""
+    """Conversions by torch and by the module, before fuse() and after it, give equal results."""
     torch.manual_seed(1)
     plain: nn.Module = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1), nn.BatchNorm2d(4)

@@ -383,7 +383,7 @@ def test_the_graph_of_a_transposed_x() -> None:
 def test_derivatives_of_the_fourth_order(
     device: torch.device, power: int, which: tuple[int, ...]
 ) -> None:
-    """Of relu, which are 0 from the second on where nothing else bends the function."""
+    """Derivatives of a power of relu: relu's own second and higher derivatives are 0."""
     leaves = [drawn.requires_grad_() for drawn in torch.randn(2, 4, 5, device=device).double()]
     x, bias = leaves[0], leaves[1][0]
     chains = []

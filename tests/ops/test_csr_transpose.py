@@ -42,7 +42,7 @@ PATTERNS = (
 def test_transposed_patterns_of_many_entries(
     device: torch.device, index: torch.dtype, batch: int, rows: int, columns: int, entries: int
 ) -> None:
-    """Places of entries are exact, for each kind of sort."""
+    """The pattern equals that of a stable sort by column, for each sort of the op."""
     torch.manual_seed(columns)
     row = torch.randint(rows, (batch, entries), device=device).sort().values
     col = torch.randint(columns, (batch, entries), device=device)

@@ -53,7 +53,7 @@ def run(code: str, instructions: str) -> str:
 
 
 def checks_of(spec: OpSpec) -> set[str]:
-    """Those of the checks that the spec has."""
+    """Checks of values, strides and gradients, without the ones that the spec excludes."""
     names = {"values", "strides"} | ({"gradient_values"} if spec.differentiable else set())
     return names - spec.excluded.keys()
 

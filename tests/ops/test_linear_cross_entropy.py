@@ -205,7 +205,7 @@ def test_classes_that_are_no_multiple_of_8(
 @pytest.mark.cuda
 @pytest.mark.parametrize("options", [{}, {"reduction": "none"}], ids=str)
 def test_a_gradient_from_one_product(options: dict[str, Any]) -> None:
-    """That of a large weight in bfloat16, whose sum is not kept in float32."""
+    """A large bfloat16 weight: the gradient is one product, not a float32 sum over chunks."""
     cuda = torch.device("cuda", 0)
     x, weight, target, _ = layer(cuda, torch.bfloat16, 300, features=1024, classes=16641)
     loss = torchkiln.linear_cross_entropy(x, weight, target, **options)

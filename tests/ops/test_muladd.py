@@ -76,9 +76,9 @@ def test_gradients_beside_numbers(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtypes", list(product(FLOATING + OTHER, repeat=2)), ids=str)
 def test_promotion(device: torch.device, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    """That of the product beside the third, as in torch, each operand 0-dimensional or not.
+    """``muladd`` promotes as ``x * y + z`` does in torch, with 0-dimensional operands or not.
 
-    The function of torch.addcmul promotes all three at once, as torch's does.
+    ``addcmul`` promotes all three operands at once, as ``torch.addcmul`` does.
     """
     traced: Any = inspect.unwrap(torchkiln.muladd)  # the body that torch.compile sees
     for third in (torch.float16, torch.float32):

@@ -45,7 +45,7 @@ class Operands(NamedTuple):
     offset: float
 
     def gradients(self, wanted: tuple[bool, ...] | None = None) -> list[Tensor]:
-        """Those of x, weight and, for a layer norm, bias; empty if not wanted."""
+        """The gradients of x, weight and, for a layer norm, bias; empty if not wanted."""
         wanted = wanted or (True, True, len(self.stats) == 2)
         weight_dtype = self.z.dtype if self.weight is None else self.weight.dtype
         return list(torch.ops.torchkiln._norm_backward.default(*self, weight_dtype, list(wanted)))

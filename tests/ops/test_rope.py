@@ -85,7 +85,7 @@ def test_angles_of_several_axes(device: torch.device) -> None:
 
 
 def test_scaled_factors_scale_the_result(device: torch.device) -> None:
-    """The factor of YaRN; its part that is not rotated has none."""
+    """YaRN scales cos and sin. Columns of q that are not rotated are not scaled."""
     q = torch.randn(2, 3, 5, 16, device=device)
     cos, sin = tables(device, 5, 4)
     expected, _ = torchkiln.rope(q, None, cos, sin, rotary_dim=8)

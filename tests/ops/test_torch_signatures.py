@@ -35,7 +35,7 @@ PAIRS = {
 
 
 def parameters(function: Any) -> list[Parameter]:
-    """Those of a method, without ``self``."""
+    """The parameters of a method, without ``self``."""
     return list(inspect.signature(function).parameters.values())[1:]
 
 

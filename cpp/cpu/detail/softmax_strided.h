@@ -120,7 +120,8 @@ class BufferedRows {
     return values;
   }
 
-  /// Calls body(values) with row r: widen(values[i]) are its numbers.
+  /// Calls body(values), where widen(values[i]) is the scaled number of row r in column i of the
+  /// strip. `again`: see numbers().
   template <class Body>
   void with(int64_t r, bool again, const Body& body) {
     if constexpr (std::is_same_v<T, BFloat16>) {

@@ -40,7 +40,8 @@ bool fits_in_results(const Arguments& p) {
   return std::is_same_v<T, Compute<T>> && p.inner == 1;
 }
 
-/// `power_buffer` holds the exponentials if the results cannot; may be null.
+/// Computes the softmax of one row. `power_buffer` stores the exponentials if fits_in_results() is
+/// false. If it is null then, the exponentials are computed twice.
 template <class T>
 void softmax_row(const Softmax& p, const ActiveRange& range, const T* x, T* y,
                  Compute<T>* power_buffer) {

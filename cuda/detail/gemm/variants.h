@@ -12,7 +12,7 @@ bool fits(const Matmul& arguments);
 /// Runs on compute capability 9.0 only, on this many SMs.
 Status matmul(const Matmul& arguments, int multiprocessors, CUstream_st* stream);
 
-/// The same two functions for products around a gate.
+/// fits() and matmul() for products with a gate in the epilogue.
 bool fits_gate(const Matmul& arguments);
 bool fits_gate(const GateGradient& arguments);
 Status matmul_gate(const Matmul& arguments, int multiprocessors, CUstream_st* stream);

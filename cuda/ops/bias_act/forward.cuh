@@ -1,6 +1,7 @@
 #pragma once
 
-// The kernels of the forward for one dtype.
+// Forward of bias_act() as templates of the element type. Two source files compile them: one for
+// half precision, one for the other dtypes.
 
 #include "torchkiln/device/elementwise.cuh"
 #include "torchkiln/kernels/bias_act.h"

@@ -8,8 +8,9 @@
 namespace torchkiln::cuda {
 namespace {
 
-/// Both orders scale the product x * silu(gate); they differ in which squares are summed, of x or
-/// of the product. W: the type of the weight.
+/// The result is x * silu(gate), times rstd and the weight, whether or not p.gate_first. Only the
+/// squares for rstd differ: of x * silu(gate) with p.gate_first, otherwise of x. W: the type of the
+/// weight.
 template <class Tile, class W>
 __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Tile, 2>)
     gated_norm_rows(GatedNorm p, TeamShape shape, Divisor groups) {

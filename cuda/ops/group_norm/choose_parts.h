@@ -26,8 +26,9 @@ struct GroupPartsPlan {
   GroupSamplesPlan parameters;
 };
 
-/// Channels of more than kMostSampleElements are read as planes, unless only vectors of the group
-/// are possible.
+/// Parts of all groups; nullopt if another plan must read them. Channels of more than
+/// kMostSampleElements are left to the plan for planes, except where a group consists of whole
+/// vectors and a channel does not.
 inline std::optional<GroupPartPlan> plan_group_parts(const GroupLayout& layout, Dtype dtype,
                                                      std::initializer_list<const void*> tensors,
                                                      const Device& device) {

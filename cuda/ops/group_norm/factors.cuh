@@ -39,8 +39,8 @@ __device__ __forceinline__ void load_factors(const Problem& p, int64_t sample,
   factors.set(p, channels, low, rstd);
 }
 
-/// The same for the channels of a thread. Their numbers are computed anew for each sample: kept,
-/// they would take the registers of the vectors in flight.
+/// Loads the factors for the channels of a thread. The channel numbers are computed again for each
+/// sample: kept, they would take the registers of the vectors in flight.
 template <class Access, class Problem>
 __device__ __forceinline__ void load_factors(const Problem& p, int64_t sample,
                                              const ChannelCursor<Access>& cursor,

@@ -73,8 +73,8 @@ struct StridedPlan {
   int depth;
 };
 
-/// The same rows, if they are adjacent in y and a tile of them fits shared memory; not for
-/// gradients.
+/// Rows whose elements are not adjacent in x, but are in y, if a tile of rows fits in shared
+/// memory. Forward only.
 struct TilePlan {
   static constexpr const char* kWhy =
       "Elements are not adjacent: a tile of rows in shared memory is read once.";

@@ -45,10 +45,10 @@ def write_hub_kernel(name: str, into: Path) -> list[Path]:
 
 
 def write_folder(into: Path, made: dict[str, str]) -> list[Path]:
-    """Writes all files or none, also if the disk is full or the process is killed.
+    """Writes all files, or none if writing fails, for example because the disk is full.
 
-    Files are first written into a folder below ``into``, and then moved. The next run removes the
-    folder of a killed run.
+    Files are first written into a folder below ``into``, and then moved. A process that is killed
+    before the move leaves this folder, which the next run removes.
 
     Args:
         into: a folder that is empty or does not exist.

@@ -57,7 +57,7 @@ def norm_act(
     *,
     in_place: bool = False,
 ) -> Tensor:
-    """``act(norm(x) + residual)``; in three steps where the op does not take the call.
+    """``act(norm(x) + residual)``, in one op if it supports the norm and the residual.
 
     ``moments`` are the moments of ``x``, if :func:`convolved` computed them. With ``in_place`` the
     residual is added in place. So the sum keeps the dtype of the norm's result, even where autocast
@@ -84,9 +84,10 @@ def conv_norm_act(
     *,
     in_place: bool = False,
 ) -> Tensor:
-    """``act(norm(conv(x)) + residual)``, in eval mode with a folded batch norm where that fits.
+    """``act(norm(conv(x)) + residual)``.
 
-    ``in_place`` as for :func:`norm_act`.
+    In eval mode the batch norm is folded into the weight of the convolution, unless
+    :func:`run_folded` returns None. ``in_place`` as for :func:`norm_act`.
     """
     parts = None if norm.training or is_compiling() else parts_of(conv, norm, x)
     if parts is None:

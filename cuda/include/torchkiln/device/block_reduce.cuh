@@ -21,7 +21,7 @@ __device__ C reduce_block(C value, const Op& op = {}) {
   return reduce_warp(lane < warps ? of_warps[lane] : Op::template identity<C>(), op);
 }
 
-/// The same for several values, with two barriers for all.
+/// Combines N values per thread over all threads of a block, with two barriers in total.
 template <int N, class C, class Op = Sum>
 __device__ void reduce_block(C (&values)[N], const Op& op = {}) {
   __shared__ C of_warps[N][kWarpLanes];

@@ -1,7 +1,7 @@
 #pragma once
 
-// Accessors: how elementwise kernels load and store their operands, from the narrowest case to the
-// widest:
+// Accessors: how elementwise kernels load and store their operands, from the most special case
+// to the most general one:
 //
 //   LinearAccess      every operand has the order of the iteration space: no index arithmetic
 //   RowAccess         every operand is contiguous along the innermost dimension, or an input is

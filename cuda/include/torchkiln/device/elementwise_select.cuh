@@ -1,6 +1,7 @@
 #pragma once
 
-// Selects the narrowest accessor that fits a problem, and makes it.
+// Conditions under which each accessor of elementwise_access.cuh fits a problem, and functions that
+// make the accessors. launch_bodies() in elementwise.cuh selects one.
 
 #include "torchkiln/device/alignment.h"
 #include "torchkiln/device/elementwise_any.cuh"

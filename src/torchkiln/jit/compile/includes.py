@@ -79,7 +79,10 @@ class Scan:
                 self.is_complete = False
 
     def read_options(self, options: Sequence[str]) -> tuple[list[Path], list[str]]:
-        """The folders that options name, and the files that options include first."""
+        """The folders of ``-I`` options, and the files of ``-include`` options.
+
+        The scan becomes incomplete if another option may read files.
+        """
         folders: list[Path] = []
         files: list[str] = []
         words = iter(options)

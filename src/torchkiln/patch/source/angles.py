@@ -47,9 +47,10 @@ def forget(key: int, _: weakref.ref[Tensor]) -> None:
 
 
 def factors_of(x: Tensor) -> str:
-    """``halves`` or ``neighbours`` for a noted tensor that was not changed since; otherwise "".
+    """Which columns of cos or sin are equal: ``halves``, ``neighbours`` or, if unknown, "".
 
-    The op has the gradient of the first factor, so a tensor that requires one has none.
+    Known for a noted tensor that was not changed since. A tensor that requires a gradient counts as
+    unknown: the op reads only one of two equal columns, so the other would get no gradient.
     """
     known, factors = KNOWN.get(id(x), (None, ""))
     if known is None or known() is not x or x.is_inference() or x.requires_grad:

@@ -1,8 +1,8 @@
 """Hides positions that a model of Hugging Face counts itself from the functions that make masks.
 
 Without a cache, the functions that make masks search ``position_ids`` for packed sequences. Under
-``torch.compile`` they cannot see that there are none, and make a dense mask. Positions that the
-forward makes itself, ``torch.arange`` of one sequence, have none.
+``torch.compile`` the values of ``position_ids`` are unknown, so they make a dense mask. Positions
+that the forward makes itself, ``torch.arange`` of one sequence, contain no packed sequences.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class RopeCall(NamedTuple):
     """A call that may be a rotation."""
 
     factors: frozenset[str] = frozenset()
-    """What must be known of cos and sin, each of which is enough; empty for nothing."""
+    """Properties of cos and sin, one of which must be known; empty if none is needed."""
     reason: str = ""
     """Why the call stays."""
     compare: Callable[[Dtypes, torch.device], Comparison | None] | None = None

@@ -48,7 +48,11 @@ SILU = FORMULAS["silu"]
 
 
 class Terms(NamedTuple):
-    """|n| for the normalized rows n, and the rounding errors of n and of rstd in steps."""
+    """|n| for the normalized rows n, and the rounding errors of n and of rstd.
+
+    The unit of the errors is that of ``compare.allowed_error``: two rounding steps of the dtype
+    that the op computes in.
+    """
 
     size: Tensor
     error: Tensor
@@ -96,7 +100,7 @@ class Arguments:
         return y if self.gate_first else y * passed
 
     def terms(self) -> Terms:
-        """Rounding errors in steps; the error of a product is proportional to the product."""
+        """Rounding errors; the error of a product is proportional to the product."""
         with torch.no_grad():
             passed = SILU.exact(self.gate) if self.gate_first else 1
             z = self.x * passed

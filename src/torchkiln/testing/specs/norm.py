@@ -132,7 +132,11 @@ def composite(kind: Kind, *args: Any, **kwargs: Any) -> Result:
 
 
 class Terms(NamedTuple):
-    """|n| for the normalized rows n, and the rounding errors of n and of rstd in steps."""
+    """|n| for the normalized rows n, and the rounding errors of n and of rstd.
+
+    The unit of the errors is that of ``compare.allowed_error``: two rounding steps of the dtype
+    that the op computes in.
+    """
 
     size: Tensor
     error: Tensor
@@ -140,7 +144,7 @@ class Terms(NamedTuple):
 
 
 def terms_of(kind: Kind, a: Arguments, z: Tensor) -> Terms:
-    """Rounding errors in steps, for terms of z of this size.
+    """Rounding errors of the normalized rows; ``z`` has the sizes of the terms summed in ``a.z``.
 
     A difference from the mean has the errors of its terms.
     """

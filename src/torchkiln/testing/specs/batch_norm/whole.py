@@ -95,7 +95,11 @@ class Arguments:
         return z if self.residual is None else z + self.residual
 
     def errors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """|n| for the normalized x n, and the rounding errors of n and of rstd in steps."""
+        """|n| for the normalized x n, and the rounding errors of n and of rstd.
+
+        The unit of the errors is that of ``compare.allowed_error``: two rounding steps of the dtype
+        that the op computes in.
+        """
         with torch.no_grad():
             mean, var = self.moments
             rstd = (var + self.eps).rsqrt()
