@@ -20,9 +20,10 @@ from torchkiln.testing.compare import (
     outputs,
     vector_jacobian,
 )
-from torchkiln.testing.registry import find
+from torchkiln.testing.registry import find, specs_of
 from torchkiln.testing.sample import Sample
 from torchkiln.testing.spec import OpSpec
+from torchkiln.testing.specs import SPECS
 
 SHIFT = 1e-7
 """Relative change of all inputs that measures how sensitive a result is to rounding."""
@@ -55,6 +56,8 @@ class Problem:
     file: Path | None = None
     terms: int = 1
     """Terms of the longest sum in the reference."""
+    specs: str | None = None
+    """The module with the spec of an op of another package."""
     others: tuple[Sample, ...] = ()
     """Further calls, of an op with a spec."""
 
@@ -215,9 +218,15 @@ def kernel_problem(file: Path, device: torch.device) -> Problem:
     return problem
 
 
-def op_problem(name: str, device: torch.device, dtype: torch.dtype) -> Problem:
-    """The problem of an op of this package; the candidate is a function of the op's name."""
-    spec = find("torchkiln.judge", "--op", name)
+def spec_of(name: str, specs: str | None) -> OpSpec:
+    """The spec of an op of this package, or of another one with ``specs``."""
+    known = specs_of("torchkiln.judge", "--specs", specs) if specs else SPECS
+    return find("torchkiln.judge", "--op", name, known)
+
+
+def op_problem(name: str, specs: str | None, device: torch.device, dtype: torch.dtype) -> Problem:
+    """The problem of an op with a spec; the candidate is a function of the op's name."""
+    spec = spec_of(name, specs)
     known = list(spec.samples(device, dtype))
 
     def given(seed: int, _: int) -> Sample:
@@ -231,7 +240,7 @@ def op_problem(name: str, device: torch.device, dtype: torch.dtype) -> Problem:
 
         return replace(known[0].map(fresh), name="given")
 
-    return Problem(name, device, spec, given, name, others=tuple(known[1:]))
+    return Problem(name, device, spec, given, name, specs=specs, others=tuple(known[1:]))
 
 
 def crops(problem: Problem, sample: Sample) -> Iterator[Sample]:

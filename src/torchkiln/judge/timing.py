@@ -157,7 +157,15 @@ def baseline(
     name = problem.name if problem.file is None else "Model"
     sample = checks.problem.given(secret(), 0)
     try:
-        made.load(problem.file, name, problem.init, 0, torch.float32, compiled=compiled)
+        made.load(
+            problem.file,
+            name,
+            problem.init,
+            0,
+            torch.float32,
+            compiled=compiled,
+            specs=problem.specs,
+        )
         made.use_gpu_memory()
         call = Call(problem.inputs(sample), problem.expected(sample))
         made.call([call], problem.state(sample))

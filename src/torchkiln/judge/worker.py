@@ -35,8 +35,8 @@ from torchkiln.judge.blocks import (
     send_bytes,
 )
 from torchkiln.judge.probe import Probe
+from torchkiln.judge.problem import spec_of
 from torchkiln.testing.data import contiguous_strides
-from torchkiln.testing.registry import find
 
 DELAY_CYCLES = 20_000_000
 """Sleep of a GPU before late inputs arrive: about 10 ms."""
@@ -60,7 +60,7 @@ class Worker:
         self.device = torch.device(message["device"])
         self.is_cuda = self.device.type == "cuda"
         if message["file"] is None:  # a baseline
-            self.run = find("torchkiln.judge", "--op", message["name"]).composite
+            self.run = spec_of(message["name"], message["specs"]).composite
             return {"state": []}
         if self.module is None:
             file = Path(message["file"])
