@@ -38,6 +38,8 @@ from torchkiln.judge.probe import Probe
 from torchkiln.judge.problem import spec_of
 from torchkiln.testing.data import contiguous_strides
 
+POISONED = 4
+"""Blocks of the size of each output that are poisoned and freed: a new output takes one."""
 DELAY_CYCLES = 20_000_000
 """Sleep of a GPU before late inputs arrive: about 10 ms."""
 

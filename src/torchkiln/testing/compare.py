@@ -250,8 +250,9 @@ def depth(terms: int) -> float:
 def name_of(spec: OpSpec, position: int) -> str:
     """The name of an argument in the schema, in brackets; empty without a schema."""
     schema = getattr(spec.overload, "_schema", None)
-    named = schema is not None and not spec.composed and position < len(schema.arguments)
-    return f" ({schema.arguments[position].name})" if named else ""
+    if schema is None or spec.composed or position >= len(schema.arguments):
+        return ""
+    return f" ({schema.arguments[position].name})"
 
 
 def require_gradients(
