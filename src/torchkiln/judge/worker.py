@@ -133,7 +133,8 @@ class Worker:
                 a.detach().requires_grad_() if i in wanted else a for i, a in enumerate(args)
             )
         waste = [
-            torch.full((n,), POISON, dtype=torch.uint8, device=self.device) for n in call["poison"]
+            torch.full((n,), POISON, dtype=torch.uint8, device=self.device)
+            for n in call["poison"] * POISONED
         ]
         del waste
         if seed := call["seed"]:
