@@ -244,6 +244,9 @@ def start(control: socket.socket, fds: list[int]) -> None:
 
 def main(control_fd: int) -> None:
     """Fork a process for each request of the judge."""
+    # Torch imports it at the first gradient of each process, in 0.6 s.
+    import torch.fx.experimental.symbolic_shapes  # noqa: PLC0415
+
     control = socket.socket(fileno=control_fd)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     control.sendall(os.getpid().to_bytes(8, "little"))
