@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -11,47 +10,17 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from torchkiln.bench.clock import Times, device_clock, in_turns
-from torchkiln.bench.roofline import Work, ceilings
+from torchkiln.bench.clock import Times, in_turns
 from torchkiln.judge import nothing
 from torchkiln.judge.checks import TIMED, Checks
 from torchkiln.judge.exchange import Call, Candidate, CandidateError, Reply, Zygote, secret
-from torchkiln.testing.compare import outputs
+from torchkiln.judge.floor import Floor
 from torchkiln.testing.sample import Sample
-
-FASTER = "faster than the memory"
-FLOOR = {"cpu": 0.2, "cuda": 0.6}
-"""Least time of a candidate, as a share of a copy of its bytes. Caches of a CPU are faster."""
 
 WARM_CALLS = 10
 MOST_KEPT = 1 << 28
 """Bytes of outputs that are kept for the comparison after a race."""
-
-
-def needed_bytes(checks: Checks) -> tuple[int, int]:
-    """Bytes that any right candidate reads or writes, and those that it writes.
-
-    An input counts with the share of its elements that change the output.
-    """
-    problem = checks.problem
-    sample = checks.given()
-    written = sum(math.prod(s) * d.itemsize for s, d in problem.expected(sample))
-    wanted = problem.spec.wanted(sample)
-    leaves = problem.spec.leaves(sample, wanted)
-    read = 0
-    try:
-        result = outputs(leaves.call(problem.spec.reference))
-        total = sum((y * torch.rand_like(y)).sum() for y in result)
-        assert isinstance(total, Tensor)
-        grads = torch.autograd.grad(total, leaves.take(wanted), allow_unused=True)
-    except RuntimeError:  # no gradients
-        return written, written
-    for grad in grads:
-        if grad is not None:
-            read += int(grad.count_nonzero()) * grad.itemsize
-    return read + written, written
 
 
 @dataclass(frozen=True)
@@ -134,7 +103,7 @@ def race(
     checks: Checks, zygote: Zygote, *, budget: float, rounds: int, peers: Mapping[str, Candidate]
 ) -> None:
     """Time the candidate in turns with the baselines, and check each of its outputs."""
-    verdict, device = checks.verdict, checks.problem.device
+    verdict = checks.verdict
     runs = Race(checks)
     with spawn(checks, zygote) as idle:
         shapes, dtypes = zip(*runs.expected, strict=True)
@@ -162,14 +131,11 @@ def race(
     if verdict.seconds["candidate"] <= resolution:
         words = f"{resolution * 1e6:.0f} us: too coarse for this candidate; give larger inputs"
         verdict.answers["clock"] = words
-    moved, written = needed_bytes(checks)
-    floor = ceilings(Work(moved, 0, torch.float32), written, device)
-    found = in_turns(device_clock(device), floor, 0.2)
-    verdict.seconds["ceiling"] = min(Times.of(values).seconds for values in found.values())
-    least = FLOOR[device.type] * verdict.seconds["ceiling"]
-    if resolution < verdict.seconds["candidate"] < least:
-        words = f"{moved} bytes in {verdict.seconds['candidate'] * 1e6:.0f} us"
-        verdict.add(FASTER, f"{words}, expected at least {least * 1e6:.0f} us")
+    floor = Floor.of(checks.problem, checks.given())
+    verdict.seconds["ceiling"] = floor.ceiling
+    if verdict.seconds["candidate"] > resolution:
+        for trick, evidence in floor.findings(verdict.seconds["candidate"]):
+            verdict.add(trick, evidence)
 
 
 def spawn(checks: Checks, zygote: Zygote) -> Candidate:

@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 import traceback
+from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -245,7 +246,7 @@ def start(control: socket.socket, fds: list[int]) -> None:
 def main(control_fd: int) -> None:
     """Fork a process for each request of the judge."""
     # Torch imports it at the first gradient of each process, in 0.6 s.
-    import torch.fx.experimental.symbolic_shapes  # noqa: PLC0415
+    import_module("torch.fx.experimental.symbolic_shapes")
 
     control = socket.socket(fileno=control_fd)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
