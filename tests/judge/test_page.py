@@ -12,16 +12,16 @@ BEGIN, END = "<!-- corpus -->\n", "<!-- end -->"
 
 def table() -> str:
     """Rows of all candidates, cheats by trick."""
-    cheats = [(p, *words_of(p)) for name in ("cheats", "cheats_cuda") for p in files(name)]
-    honest = [(p, *words_of(p)) for name in ("honest", "honest_cuda") for p in files(name)]
-    rows = ["| trick | cheat | device |", "|---|---|---|"]
-    rows += [
-        f"| {trick} | {words} (`{path.stem}`) | {device(path)} |"
-        for path, _, trick, words in sorted(cheats, key=lambda row: (row[2], row[0].name))
-    ]
-    rows += ["", "| honest candidate | problem | device |", "|---|---|---|"]
-    rows += [f"| {words} (`{path.stem}`) | {p} | {device(path)} |" for path, p, words in honest]
-    return "\n".join(rows) + "\n"
+    rows = []
+    for path in (*files("cheats"), *files("cheats_cuda")):
+        _, trick, words = words_of(path)
+        rows.append(f"| {trick} | {words} (`{path.stem}`) | {device(path)} |")
+    text = ["| trick | cheat | device |", "|---|---|---|", *sorted(rows), ""]
+    text += ["| honest candidate | problem | device |", "|---|---|---|"]
+    for path in (*files("honest"), *files("honest_cuda")):
+        problem, words = words_of(path)
+        text.append(f"| {words} (`{path.stem}`) | {problem} | {device(path)} |")
+    return "\n".join(text) + "\n"
 
 
 def device(path: Path) -> str:

@@ -126,8 +126,10 @@ def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     expected = (
         "torchkiln: COMMAND: got 'bnech', expected one of bench, check-hub, demo, doctor, explain, "
     )
-    expected += "judge, new, profile, replace, watch; did you mean bench?"
-    assert expected in capsys.readouterr().err
+    assert (
+        f"{expected}judge, new, profile, replace, watch; did you mean bench?"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ SHOWN = {
     "docs/models.md": 6,
     "docs/mutation.md": 1,
     "docs/new.md": 4,
+    "docs/other-ops.md": 2,
     "docs/profiling.md": 3,
     "docs/quick-start.md": 1,
     "docs/removing-an-op.md": 1,

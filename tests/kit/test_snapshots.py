@@ -38,6 +38,7 @@ from torchkiln.doctor.environment import Environment
 from torchkiln.doctor.report import examine
 from torchkiln.hub_check import Problem
 from torchkiln.hub_check.__main__ import Result
+from torchkiln.judge import Verdict
 from torchkiln.testing import SPECS, Outcome
 from torchkiln.testing.contract.compiler import exported
 from torchkiln.testing.environment import environment
@@ -238,6 +239,10 @@ def reports() -> Iterator[str]:
         Run(here, [Timed("1:0", "relu", "", "", "", 1, 1.0, 1.0, None, None, "")]).as_dict()
     )
     found.append(Result(True, ("variant",), (Problem(Path("file"), "words"),)).as_dict())
+    verdict = Verdict("candidate.py", "reference", "cpu", void=["words"], answers={"right": "yes"})
+    verdict.add("cached result", "words")
+    verdict.seconds["candidate"] = 1.0
+    found.append(verdict.as_dict())
     error = Errors("relu", torch.float32, "forward", 1.0, 1.0, 1, None)
     *_, trained = train_both(CPU, 2)
     found.append(Results(here, (error,), (row,), (skipped,), trained, None).as_dict())

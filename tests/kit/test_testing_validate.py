@@ -54,6 +54,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"inputs": of((X, X))}, "inputs: got a tuple, expected a Sample"),
     ({"inputs": of(sample(), sample())}, "inputs: got 2 samples named 'typical'"),
     ({"inputs": of(sample("n", 1, 2))}, "inputs: sample 'n': got no tensor"),
+    (
+        {"inputs": of(testing.Sample("typical", (X, X), {"scale": 1.7}))},
+        "inputs: sample 'typical': got scale=1.7, expected arguments among ",
+    ),
     ({"inputs": of(sample("one", X[:1], X[:1]))}, "'one': expected at least two rows"),
     ({"inputs": of(sample("n", X, 1))}, "differentiable: got position 1, where no sample"),
     ({"invalid": fail}, "invalid: raised KeyError"),
@@ -106,3 +110,58 @@ def test_missing_fields_are_told_with_the_name() -> None:
 
 def test_ours_are_right() -> None:
     testing.validate(testing.SPECS)
+
+
+@torch.library.custom_op("validated::swished", mutates_args=())
+def swished(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(gate)
+
+
+def swish_spec(op: Any, **fields: Any) -> testing.OpSpec:
+    def formula(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(gate)
+
+    excluded = {"bad_input": "it has no checks"}
+    given = {"inputs": testing.alike("x", "gate"), "excluded": excluded, **fields}
+    return testing.OpSpec(op=op, reference=formula, magnitude=formula, **given)
+
+
+@pytest.mark.parametrize("place", ["custom_op", "packet", "overload"])
+def test_an_op_of_torch_library_has_its_own_schema(place: str) -> None:
+    packet = torch.ops.validated.swished
+    op = {"custom_op": swished, "packet": packet, "overload": packet.default}[place]
+    spec = swish_spec(op)
+    assert (spec.name, spec.overload) == ("swished", packet.default)
+    assert spec.differentiable == (0, 1)
+    testing.validate([spec])
+    checks = {case.check.name: case for case in testing.cases([spec], torch.device("cpu"))}
+    checks["values"].run()
+
+
+def test_a_packet_with_several_overloads_is_told() -> None:
+    with pytest.raises(testing.SpecError, match=r"has several: aten\.mul\.Tensor, "):
+        testing.validate([swish_spec(torch.ops.aten.mul, name="mul")])
+
+
+def test_checks_that_cannot_hold_for_a_custom_op_exist() -> None:
+    excluded = {**testing.CUSTOM_OP_EXCLUDED, "bad_input": "it has no checks"}
+    testing.validate([swish_spec(swished, excluded=excluded)])
+
+
+def test_a_sample_with_an_unknown_argument_is_told() -> None:
+    inputs = testing.alike("x", "gate", scale=1.7)
+    with pytest.raises(testing.SpecError, match=r"got scale=1.7, expected arguments among x, gate"):
+        testing.validate([swish_spec(swished, inputs=inputs)])
+
+
+def test_a_wrong_gradient_is_told_with_the_name_of_the_argument() -> None:
+    op = torch.library.custom_op("validated::stopped", swished._init_fn, mutates_args=())
+    op.register_fake(lambda x, _: torch.empty_like(x))
+    op.register_autograd(lambda _, grad: (grad, grad))
+    case = next(
+        case
+        for case in testing.cases([swish_spec(op)], torch.device("cpu"))
+        if case.check.name == "gradient_values"
+    )
+    with pytest.raises(AssertionError, match=r"gradient of argument 0 \(x\)"):
+        case.run()

@@ -96,7 +96,8 @@ def judge(given: Sequence[str]) -> argparse.Namespace:
     add("candidate", nargs="?", type=Path, metavar="CANDIDATE", help=file)
     reference = "a .py file as of KernelBench: Model, get_inputs, get_init_inputs"
     add("reference", nargs="?", type=Path, metavar="REFERENCE", help=reference)
-    add("--op", metavar="OP", help="an op of torchkiln in place of REFERENCE")
+    add("--op", metavar="OP", help="an op of torchkiln, or of --specs, in place of REFERENCE")
+    add("--specs", metavar="MODULE", help="take the op of SPECS in a module or a .py file")
     folder = "judge NAME.py and NAME__WORDS.py, each beside reference/NAME.py"
     add("--folder", type=Path, metavar="DIR", help=folder)
     add("--device", type=device, help="cpu, cuda or cuda:N (default: a GPU if there is one)")

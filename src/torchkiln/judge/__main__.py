@@ -50,7 +50,8 @@ def run(options: argparse.Namespace) -> int:
         verdicts = []
         with text_output(options.json):
             if options.folder is None:
-                verdicts.append(chosen(options.candidate, options.reference, op=options.op))
+                op = {"op": options.op, "specs": options.specs}
+                verdicts.append(chosen(options.candidate, options.reference, **op))
                 print(verdicts[0])
             else:
                 verdicts += judge_folder(options.folder, chosen)

@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchkiln.bench.clock import synchronize
 from torchkiln.judge import tricks
 from torchkiln.judge.exchange import Call, Candidate, CandidateError, ForgedError, Reply, secret
 from torchkiln.judge.probe import JUDGE
-from torchkiln.judge.problem import Problem, crops, families
+from torchkiln.judge.problem import Problem, compact, crops, families
 from torchkiln.judge.review import perturbed
 from torchkiln.judge.verdict import Verdict
 from torchkiln.testing.compare import Where, require_gradients, require_values
@@ -34,6 +35,8 @@ LATER = 0.05
 """Seconds after which a wrong result is read again."""
 IDLE, BUSY = 0.4, 0.03
 """Seconds between two calls, and of CPU time in them that a candidate does not explain."""
+SLOW = 0.1
+"""Seconds of a call of the reference in float64 from which most checks use smaller sizes."""
 PAUSES = (0.0, 2.0, 6.0)
 """Seconds before the candidate is observed again: processes of a compiler may be starting."""
 
@@ -48,6 +51,8 @@ class Checks:
     file: Path
     at_once: int = 1
     """Timed calls between two readings of the clock."""
+    is_slow: bool = False
+    """Whether the truth takes longer than SLOW."""
     takes_state: bool = False
     """Whether the candidate has the reference's weights under the same names."""
     weights_seed: int = 0
@@ -63,7 +68,12 @@ class Checks:
         )
         if reason := self.candidate.use_gpu_memory():
             self.verdict.answers["memory"] = f"of the host; the GPU's cannot be shared: {reason}"
-        wanted = problem.state(problem.given(0, 0))
+        sample = problem.given(0, 0)
+        start = time.perf_counter()
+        problem.truth(sample)
+        synchronize(problem.device)
+        self.is_slow = time.perf_counter() - start > SLOW
+        wanted = problem.state(sample)
         self.takes_state = bool(wanted) and all(
             state.get(n) == tuple(t.shape) for n, t in wanted.items()
         )
@@ -72,6 +82,11 @@ class Checks:
         """A new call with weights that the candidate has, or can take."""
         sample = self.problem.given(secret(), self.weights_seed)
         return perturbed(self.problem, sample, secret()) if self.takes_state else sample
+
+    def varied(self) -> Sample:
+        """A new call for checks other than of the given shape: smaller if the problem is slow."""
+        sample = self.given()
+        return compact(self.problem, sample) if self.is_slow else sample
 
     def send(
         self,
@@ -262,19 +277,19 @@ class Checks:
     def shapes(self) -> str:
         """Smaller sizes, or the other samples of a spec."""
         problem = self.problem
-        samples = iter(problem.others) if problem.others else crops(problem, self.given())
+        samples = iter(problem.others) if problem.others else crops(problem, self.varied())
         return self.each(SHAPE, samples, may_refuse=True)
 
     def values(self) -> str:
         """Other values."""
-        samples = (s for _, s in families(self.problem, self.given(), secret()))
+        samples = (s for _, s in families(self.problem, self.varied(), secret()))
         return self.each(VALUES, samples, may_refuse=False)
 
     def strides(self) -> str:
         """The same values at other strides and offsets."""
 
         def samples() -> Iterator[Sample]:
-            sample = self.given()
+            sample = self.varied()
             inputs = self.problem.inputs(sample)
             kinds = [layouts(inputs.args[i]) for i in inputs.positions]
             for placed in zip(*kinds, strict=False):
@@ -290,18 +305,15 @@ class Checks:
 
         def samples() -> Iterator[Sample]:
             for dtype in DTYPES:
-                sample = self.given()
-                found = sample.map(
-                    lambda t, dtype=dtype: t.to(dtype) if t.is_floating_point() else t
-                )
+                sample = self.varied()
+                found = sample.map(partial(to_dtype, dtype))
                 try:
                     self.problem.expected(found)
                 except Exception:
                     continue
                 self.load(dtype)
                 if not self.takes_state:
-                    found = self.problem.given(secret(), self.weights_seed)
-                    found = found.map(partial(to_dtype, dtype))
+                    found = self.varied().map(partial(to_dtype, dtype))
                 yield replace(found, name=str(dtype).removeprefix("torch."))
 
         text = self.each(DTYPE, samples(), may_refuse=True, dtype=lambda s: getattr(torch, s.name))
@@ -312,7 +324,7 @@ class Checks:
     def gradients(self) -> str:
         """Gradients of inputs, and of weights that the candidate has by name."""
         problem, spec = self.problem, self.problem.spec
-        sample = self.given()
+        sample = self.varied()
         count = len(problem.inputs(sample).args)
         inputs = tuple(i for i in spec.wanted(sample) if i < count)
         names = problem.parameters if self.takes_state else ()

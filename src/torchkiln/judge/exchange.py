@@ -216,10 +216,11 @@ class Candidate:
         dtype: torch.dtype,
         *,
         compiled: bool = False,
+        specs: str | None = None,
     ) -> dict[str, tuple[int, ...]]:
         """Make an instance of a class, or find a function; the shapes of weights by name."""
         words = {"file": file and str(file), "name": name, "init": init, "seed": seed}
-        place = {"device": str(self.device), "dtype": dtype, "compiled": compiled}
+        place = {"device": str(self.device), "dtype": dtype, "compiled": compiled, "specs": specs}
         answer = self.ask({"do": "load", **place, **words})
         return {str(n): tuple(shape) for n, shape in answer["state"]}
 

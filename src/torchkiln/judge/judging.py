@@ -38,6 +38,7 @@ def judge(
     reference: str | Path | None = None,
     *,
     op: str | None = None,
+    specs: str | None = None,
     device: str | torch.device = "cpu",
     compiled: bool = False,
     budget: float = 3.0,
@@ -50,6 +51,7 @@ def judge(
         candidate: A Python file with a class ``ModelNew``, or with a function of the op's name.
         reference: A file of KernelBench's format; None with ``op``.
         op: An op of this package, whose spec is the problem.
+        specs: A module, or its file, with ``SPECS``, from which ``op`` is taken.
         device: Where the candidate runs.
         compiled: Whether the reference under ``torch.compile`` is timed, too.
         budget: Seconds for timed calls.
@@ -69,7 +71,7 @@ def judge(
         if path is not None and not Path(path).is_file():
             raise ValueError(f"torchkiln.judge: got {path}, expected a file")
     if op is not None:
-        problem = op_problem(op, place, torch.float32)
+        problem = op_problem(op, specs, place, torch.float32)
     else:
         assert reference is not None
         problem = kernel_problem(Path(reference).resolve(), place)

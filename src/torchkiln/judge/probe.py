@@ -87,10 +87,12 @@ def judge_modules() -> list[tuple[str, Any]]:
 
 
 def is_wrapper_of_torch(now: Any, before: Any) -> bool:
-    """Whether torch itself has wrapped its function: importing its compiler does."""
+    """Whether torch's compiler has wrapped a function of torch, as its import does."""
     code = getattr(now, "__code__", None)
-    is_torchs = code is not None and code.co_filename.startswith(TORCH_FOLDER)
-    return is_torchs and getattr(now, "__wrapped__", None) is before
+    if code is None or not code.co_filename.startswith(TORCH_FOLDER):
+        return False
+    is_compilers = code.co_filename.startswith(f"{TORCH_FOLDER}/_dynamo/")
+    return is_compilers or getattr(now, "__wrapped__", None) is before
 
 
 class Probe:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ def name_of(
     same = [all(map(equal, found, old)) for old in earlier if len(old) == len(found)]
     wrong = [is_wrong(y, z) for y, z in pairs]
     rounded = (is_rounded(y, z, w) for (y, z), w in zip(pairs, wrong, strict=True))
-    known = (
+    known: tuple[tuple[str, Callable[[], bool]], ...] = (
         (UNWRITTEN, lambda: any(bool(unwritten(y).any()) for y in found)),
         (CONSTANT, lambda: any(y.numel() > 1 and bool((y == y.flatten()[0]).all()) for y in found)),
         (CACHED, lambda: any(same)),

@@ -54,8 +54,12 @@ class Verdict:
 
     @property
     def speedup(self) -> float | None:
-        """Time of the eager reference over that of the candidate; None if it was not measured."""
-        if not self.accepted or not {"candidate", "eager"} <= self.seconds.keys():
+        """Time of the eager reference over that of the candidate; None if it was not measured.
+
+        It is not measured if the clock is too coarse for the candidate.
+        """
+        is_measured = {"candidate", "eager"} <= self.seconds.keys() and "clock" not in self.answers
+        if not self.accepted or not is_measured:
             return None
         return self.seconds["eager"] / self.seconds["candidate"]
 

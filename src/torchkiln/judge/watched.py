@@ -10,9 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-IN_MODIFY, IN_ATTRIB, IN_CLOSE_WRITE, IN_OPEN = 0x2, 0x4, 0x8, 0x20
+IN_MODIFY, IN_CLOSE_WRITE, IN_OPEN = 0x2, 0x8, 0x20
 IN_DELETE_SELF, IN_MOVE_SELF = 0x400, 0x800
-WRITES = IN_MODIFY | IN_ATTRIB | IN_CLOSE_WRITE | IN_DELETE_SELF | IN_MOVE_SELF
+WRITES = IN_MODIFY | IN_CLOSE_WRITE | IN_DELETE_SELF | IN_MOVE_SELF
 EVENT = struct.Struct("iIII")
 
 

@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 import traceback
+from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,11 @@ from torchkiln.judge.blocks import (
     send_bytes,
 )
 from torchkiln.judge.probe import Probe
+from torchkiln.judge.problem import spec_of
 from torchkiln.testing.data import contiguous_strides
-from torchkiln.testing.registry import find
 
+POISONED = 4
+"""Blocks of the size of each output that are poisoned and freed: a new output takes one."""
 DELAY_CYCLES = 20_000_000
 """Sleep of a GPU before late inputs arrive: about 10 ms."""
 
@@ -60,7 +63,7 @@ class Worker:
         self.device = torch.device(message["device"])
         self.is_cuda = self.device.type == "cuda"
         if message["file"] is None:  # a baseline
-            self.run = find("torchkiln.judge", "--op", message["name"]).composite
+            self.run = spec_of(message["name"], message["specs"]).composite
             return {"state": []}
         if self.module is None:
             file = Path(message["file"])
@@ -131,7 +134,8 @@ class Worker:
                 a.detach().requires_grad_() if i in wanted else a for i, a in enumerate(args)
             )
         waste = [
-            torch.full((n,), POISON, dtype=torch.uint8, device=self.device) for n in call["poison"]
+            torch.full((n,), POISON, dtype=torch.uint8, device=self.device)
+            for n in call["poison"] * POISONED
         ]
         del waste
         if seed := call["seed"]:
@@ -241,6 +245,9 @@ def start(control: socket.socket, fds: list[int]) -> None:
 
 def main(control_fd: int) -> None:
     """Fork a process for each request of the judge."""
+    # Torch imports it at the first gradient of each process, in 0.6 s.
+    import_module("torch.fx.experimental.symbolic_shapes")
+
     control = socket.socket(fileno=control_fd)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     control.sendall(os.getpid().to_bytes(8, "little"))

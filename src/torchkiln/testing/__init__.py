@@ -20,7 +20,7 @@ from torchkiln.testing.refusals import GoodCall, Refusals
 from torchkiln.testing.result import Outcome, run_contract
 from torchkiln.testing.sample import Invalid, Sample, Traffic
 from torchkiln.testing.shapes import alike
-from torchkiln.testing.spec import OpSpec, SpecError
+from torchkiln.testing.spec import CUSTOM_OP_EXCLUDED, OpSpec, SpecError
 from torchkiln.testing.specs import SPECS
 from torchkiln.testing.validation import validate
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torchkiln.testing.fuzz import Plan, check_call, plans
 
 __all__ = [
+    "CUSTOM_OP_EXCLUDED",
     "SPECS",
     "Case",
     "Check",

@@ -247,6 +247,14 @@ def depth(terms: int) -> float:
     return max(1.0, math.log2(max(terms, 1)) / 2)
 
 
+def name_of(spec: OpSpec, position: int) -> str:
+    """The name of an argument in the schema, in brackets; empty without a schema."""
+    schema = getattr(spec.overload, "_schema", None)
+    if schema is None or spec.composed or position >= len(schema.arguments):
+        return ""
+    return f" ({schema.arguments[position].name})"
+
+
 def require_gradients(
     found: Sequence[Tensor], sample: Sample, positions: Sequence[int], grads: Grads, where: Where
 ) -> None:
@@ -266,7 +274,7 @@ def require_gradients(
     # value, and by the same amount again if the op subtracts a mean of this product.
     lost = 2 * max((float(grad.max()) for grad in used), default=0.0)
     for i, position in enumerate(positions):
-        place = where.at(f"gradient of argument {position}")
+        place = where.at(f"gradient of argument {position}{name_of(spec, position)}")
         # Torch's sums, which compute the float64 truth, may add their terms one by one.
         growth = steps if found[i].dtype == torch.float64 else depth
         terms_here = magnitude[i].abs() * growth(count // max(found[i].numel(), 1))

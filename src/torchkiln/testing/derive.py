@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._library.custom_ops import CustomOpDef
 
 from torchkiln.testing.compare import outputs
 from torchkiln.testing.data import LARGE, cycle, large_matrix, normal
@@ -34,12 +35,27 @@ def arguments(spec: OpSpec) -> dict[str, Any]:
 
 
 def find_name(spec: OpSpec) -> str:
-    """The name of the function; empty if it has none."""
+    """The name of the function, or of the op in ``torch.ops``; empty if it has none."""
+    found = own_overload(spec.op)
+    if found is not None:
+        return str(found._schema.name).partition("::")[2]
     return getattr(spec.op, "__name__", "")
 
 
+def own_overload(function: Any) -> Any:
+    """The overload of a ``torch.library.custom_op`` or of an op in ``torch.ops``, or None."""
+    if isinstance(function, CustomOpDef):
+        return function._opoverload
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        names = function.overloads()
+        return getattr(function, names[0]) if len(names) == 1 else None
+    return function if isinstance(function, torch._ops.OpOverload) else None
+
+
 def overload_of(function: Any, name: str) -> Any:
-    """The op of this name in the namespace of the function's package, or None."""
+    """The function's own overload, or the op of this name in the namespace of its package."""
+    if (own := own_overload(function)) is not None:
+        return own
     package = (getattr(function, "__module__", None) or "").partition(".")[0]
     found = getattr(getattr(torch.ops, package), name, None) if package else None
     return None if found is None else found.default

@@ -4,8 +4,9 @@ A spec requires the function (``op``), its truth (``reference``, ``magnitude``) 
 (``inputs``). The following fields have defaults, which are derived from the schema of the op and
 from the samples:
 
-- ``name``: the name of the function. ``overload``: ``torch.ops.<package>.<name>.default``, where
-  <package> is the package of the function.
+- ``name``: the name of the function. ``overload``: that of a ``torch.library.custom_op`` or of an
+  op in ``torch.ops``; for a function ``torch.ops.<package>.<name>.default``, where <package> is
+  the package of the function.
 - ``composite``: the reference. ``differentiable``: all tensors that are positional arguments.
 - **Refused calls**: values of other kinds for each argument, a sparse layout and another device for
   each tensor, and dtypes other than floating point for the first tensor. ``refusals`` states how
@@ -49,6 +50,13 @@ if TYPE_CHECKING:
     Operations = tuple[int, int] | Callable[[Sample], tuple[int, int]]
 
 
+CUSTOM_OP_EXCLUDED = dict.fromkeys(
+    ("func_grad", "vmap_of_grad"), "torch.library.register_autograd has no torch.func"
+) | dict.fromkeys(
+    ("func_jvp", "forward_mode", "gradcheck"), "torch.library.register_autograd has no forward mode"
+)
+"""A value for ``excluded``: the checks that cannot hold for a ``torch.library.custom_op``."""
+
 LEFT_OUT: Any = None
 """The default of a field that is filled in when the spec is made."""
 
@@ -83,8 +91,9 @@ class OpSpec:
     """
 
     op: Callable[..., Any]
-    """The public Python function. It returns a tensor or a tuple of tensors, and so do
-    ``reference``, ``composite`` and ``magnitude``."""
+    """The public Python function, a ``torch.library.custom_op``, or an op in ``torch.ops``. It
+    returns a tensor or a tuple of tensors, and so do ``reference``, ``composite`` and
+    ``magnitude``."""
     name: str = LEFT_OUT
     """The name in the op namespace and in messages."""
     overload: torch._ops.OpOverload[..., Any] = LEFT_OUT

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from collections import Counter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._library.custom_ops import CustomOpDef
 
 from torchkiln.testing import contract
 from torchkiln.testing.refusals import refused_calls
@@ -15,7 +18,7 @@ from torchkiln.testing.sample import Invalid, Sample
 from torchkiln.testing.spec import Derived, OpSpec, SpecError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
 FUNCTIONS = (
     *("op", "reference", "composite", "magnitude", "inputs", "bench"),
@@ -75,6 +78,9 @@ def wrong_types(spec: Any) -> Iterator[str]:
             yield f"{name}: got {value!r}, expected a function or None"
     if not isinstance(spec.overload, torch._ops.OpOverload):
         found = "missing" if spec.overload is None else f"got {spec.overload!r}"
+        if isinstance(spec.op, torch._ops.OpOverloadPacket):
+            known = ", ".join(f"{spec.op}.{name}" for name in spec.op.overloads())
+            found += f", and {spec.op} has several: {known}"
         yield f"overload: {found}, expected one such as torch.ops.aten.add.Tensor"
     for name in POSITIONS:
         value = getattr(spec, name)
@@ -141,6 +147,8 @@ def wrong_samples(spec: OpSpec) -> Iterator[str]:
         if not sample.positions:
             yield f"inputs: sample {sample.name!r}: got no tensor among the positional arguments"
             return
+    if not spec.composed:
+        yield from wrong_arguments(spec, samples)
     first = samples[0]
     where = f"inputs: the typical sample {first.name!r}"
     rows = [first.args[i].shape[0] for i in first.positions if first.args[i].dim() > 0]
@@ -150,6 +158,25 @@ def wrong_samples(spec: OpSpec) -> Iterator[str]:
     for i in spec.differentiable:
         if i not in used and i < len(spec.overload._schema.arguments):
             yield f"differentiable: got position {i}, where no sample has a floating point tensor"
+
+
+def wrong_arguments(spec: OpSpec, samples: Sequence[Sample]) -> Iterator[str]:
+    """Arguments of samples that neither the schema nor the function takes."""
+    known = [argument.name for argument in spec.overload._schema.arguments]
+    if spec.op is not spec.overload and not isinstance(spec.op, CustomOpDef):
+        try:
+            parameters = inspect.signature(spec.op).parameters
+        except ValueError:  # a builtin function
+            parameters = MappingProxyType({})
+        known += [name for name in parameters if name not in known]
+    for sample in samples:
+        if unknown := [name for name in sample.kwargs if name not in known]:
+            got = f"{unknown[0]}={sample.kwargs[unknown[0]]!r}"
+            yield (
+                f"inputs: sample {sample.name!r}: got {got}, expected arguments among "
+                + ", ".join(known)
+            )
+            return
 
 
 def wrong_refusals(spec: OpSpec) -> Iterator[str]:
