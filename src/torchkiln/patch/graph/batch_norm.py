@@ -241,11 +241,12 @@ def with_dicts(cls: type[nn.Module], source: str, children: tuple[str, ...]) -> 
     """The source with submodules read from a dict: nn.Module takes 1 us to look one up."""
 
     def in_dict(match: re.Match[str]) -> str:
-        name = match[2]
+        name = match[2] or match[3]
         reads = name in children and is_by_torch(cls, name)
         return f'{match[1]}self._modules["{name}"]' if reads else match[0]
 
-    return re.sub(r"(?m)^( +\w+ = )self\.(\w+)(?=;|$)", in_dict, source)
+    read = r'(?m)^( +\w+ = )(?:self\.(\w+)|getattr\(self, "(\w+)"\))(?=;|$)'
+    return re.sub(read, in_dict, source)
 
 
 def find_all(
