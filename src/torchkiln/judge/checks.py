@@ -13,11 +13,12 @@ from torch import Tensor
 
 from torchkiln.bench.clock import synchronize
 from torchkiln.judge import tricks
-from torchkiln.judge.exchange import Call, Candidate, CandidateError, ForgedError, Reply, secret
+from torchkiln.judge.exchange import Call, Candidate, ForgedError, Reply, secret
 from torchkiln.judge.probe import JUDGE
 from torchkiln.judge.problem import Problem, compact, crops, families
 from torchkiln.judge.review import perturbed
 from torchkiln.judge.verdict import Verdict
+from torchkiln.judge.zygote import CandidateError
 from torchkiln.testing.compare import Where, require_gradients, require_values
 from torchkiln.testing.data import layouts
 from torchkiln.testing.sample import Sample
