@@ -9,7 +9,7 @@ import pytest
 
 from torchkiln.cli import main
 from torchkiln.judge import Verdict, fast_p, judge
-from torchkiln.judge.exchange import Zygote
+from torchkiln.judge.zygote import Zygote
 
 FOLDER = Path(__file__).parent
 CPU = ("--device", "cpu", "--no-compile")

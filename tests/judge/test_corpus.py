@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from torchkiln.judge import judge
-from torchkiln.judge.exchange import Zygote
+from torchkiln.judge.zygote import Zygote
 
 FOLDER = Path(__file__).parent
 ROUNDS = 5

@@ -1,7 +1,8 @@
 """Usage: check_templates.py FOLDER
 
 Writes a package from each template of `torchkiln new` into FOLDER, installs it beside torchkiln,
-and runs its `nox -s tests` in this environment, since a new one might have another torch.
+and runs its `nox -s tests` in this environment, since a new one might have another torch. Then the
+package's op is judged as a candidate for its own spec.
 """
 
 from __future__ import annotations
@@ -36,6 +37,13 @@ def main() -> None:
         run(package, *pip)
         chosen = () if template == next(iter(TEMPLATES)) else PART
         run(package, "nox", "--no-venv", "--no-install", "-s", "tests", "--", *chosen)
+        judge(package, f"new_{template}")
+
+
+def judge(package: Path, name: str) -> None:
+    """Run the line of the package's README."""
+    (package / "candidate.py").write_text(f"from {name} import {name}\n")
+    run(package, "torchkiln", "judge", "candidate.py", f"--op={name}", f"--specs={name}.spec")
 
 
 if __name__ == "__main__":

@@ -9,9 +9,6 @@ import random
 import secrets
 import signal
 import socket
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -34,26 +31,13 @@ from torchkiln.judge.blocks import (
     to_candidate,
 )
 from torchkiln.judge.worker import arena
+from torchkiln.judge.zygote import CandidateError, Zygote
 from torchkiln.testing.compare import bits
 from torchkiln.testing.data import contiguous_strides
 from torchkiln.testing.sample import Sample
 
 SLACK = 1 << 20
 """Bytes of an arena beyond the largest call, for random addresses."""
-
-ENVIRONMENT = {
-    # Idle threads sleep, so that CPU time between calls is work of the candidate.
-    "OMP_WAIT_POLICY": "PASSIVE",
-    # No CUDA before a fork, which a forked process could not use.
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-    # Freed memory is used again, poisoned, rather than returned to the system and zeroed.
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 25),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
-}
-
-
-class CandidateError(Exception):
-    """A candidate raised, ended, or did not answer; the message is its own."""
 
 
 class ForgedError(CandidateError):
@@ -86,61 +70,6 @@ class Call:
     hold: bool = False
     late: bool = False
     """Whether inputs arrive on a GPU's stream after the call has begun."""
-
-
-class Zygote:
-    """A process with torch imported, which forks processes for candidates.
-
-    It is started by exec, so it has no copy of anything in the judge's memory.
-    """
-
-    def __init__(self) -> None:
-        self.folder = tempfile.TemporaryDirectory(prefix="torchkiln-judge-")
-        self.control, theirs = socket.socketpair()
-        threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-        path = os.pathsep.join([str(Path(__file__).parents[2]), *_python_path()])
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "torchkiln.judge.worker", str(theirs.fileno())],
-            pass_fds=(theirs.fileno(),),
-            env={**os.environ, **ENVIRONMENT, **threads, "PYTHONPATH": path},
-            cwd=self.folder.name,
-            stdin=subprocess.DEVNULL,
-        )
-        theirs.close()
-        self.is_ready = False
-
-    def fork(self, fds: Sequence[int]) -> int:
-        """The id of a new process with these file descriptors."""
-        try:
-            if not self.is_ready:
-                _number(self.control)
-                self.is_ready = True
-            socket.send_fds(self.control, [b"f"], list(fds))
-            return _number(self.control)
-        except (EOFError, OSError) as error:
-            raise CandidateError("the process that starts candidates has ended") from error
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.control.close()
-        self.process.kill()
-        self.process.wait()
-        with suppress(OSError):
-            self.folder.cleanup()
-
-
-def _python_path() -> list[str]:
-    return [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-
-
-def _number(control: socket.socket) -> int:
-    """The answer of a zygote, read without running code that a candidate may have sent."""
-    data = control.recv(8, socket.MSG_WAITALL)
-    if len(data) < 8:
-        raise EOFError
-    return int.from_bytes(data, "little")
 
 
 @dataclass

@@ -11,11 +11,12 @@ import torch
 
 from torchkiln.judge import review
 from torchkiln.judge.checks import Checks
-from torchkiln.judge.exchange import Candidate, CandidateError, Zygote, secret, total_bytes
+from torchkiln.judge.exchange import Candidate, secret, total_bytes
 from torchkiln.judge.problem import Problem, kernel_problem, op_problem
 from torchkiln.judge.timing import baselines, race
 from torchkiln.judge.verdict import Verdict
 from torchkiln.judge.watched import Watched
+from torchkiln.judge.zygote import CandidateError, Zygote
 
 READS, WRITES = "reads the reference", "writes to the judge's files"
 PR_SET_DUMPABLE = 4

@@ -14,8 +14,9 @@ import torch
 from torchkiln.bench.clock import Times, in_turns
 from torchkiln.judge import nothing
 from torchkiln.judge.checks import TIMED, Checks
-from torchkiln.judge.exchange import Call, Candidate, CandidateError, Reply, Zygote, secret
+from torchkiln.judge.exchange import Call, Candidate, Reply, secret
 from torchkiln.judge.floor import Floor
+from torchkiln.judge.zygote import CandidateError, Zygote
 from torchkiln.testing.sample import Sample
 
 WARM_CALLS = 10
