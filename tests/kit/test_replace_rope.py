@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import torchkiln
 from torchkiln.patch.formula import rotation
-from torchkiln.patch.source import angles
+from torchkiln.patch.source import angles, rope_calls
 from torchkiln.patch.source.rope_calls import rope_of
 
 
@@ -374,3 +374,16 @@ def test_known_angles_are_not_kept() -> None:
     assert angles.factors_of(cos) == angles.factors_of(sin) == "halves"
     del cos, sin
     assert len(angles.KNOWN) == before
+
+
+@pytest.mark.parametrize(
+    "mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)]
+)
+def test_the_search_in_other_modes(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(Attention(), nn.LayerNorm(8))
+    expected = [row.now for row in torchkiln.replace(model, dry_run=True).rows]
+    monkeypatch.setattr(rope_calls, "KNOWN", type(rope_calls.KNOWN)())
+    with mode():
+        report = torchkiln.replace(model)
+    assert [row.now for row in report.rows] == expected
+    assert "0" in {row.name for row in report.changed}

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith(("_hooks", "_hooks_with_kwargs")))
+
+
+@contextmanager
+def usual_modes() -> Iterator[None]:
+    """Gradients on, no inference mode and no autocast, with the random states kept."""
+    with (
+        torch.inference_mode(mode=False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
+        torch.random.fork_rng([]),
+    ):
+        yield
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:

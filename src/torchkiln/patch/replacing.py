@@ -17,7 +17,7 @@ from torchkiln.patch.formula import loss_function
 from torchkiln.patch.graph import batch_norm
 from torchkiln.patch.measure import measure
 from torchkiln.patch.plan import Candidate, Match, Plan, made_class
-from torchkiln.patch.probe import first_dtype
+from torchkiln.patch.probe import first_dtype, usual_modes
 from torchkiln.patch.registry import Registry
 from torchkiln.patch.report import Replacement, Report
 from torchkiln.patch.search import Search, replaced_before
@@ -143,17 +143,18 @@ class Replace:
             )
         rows: list[Replacement] = []
         fused: list[tuple[nn.Module, batch_norm.FusedForward]] = []
-        if "batch_norm" in kinds and not exact:
-            refusal = functools.partial(why_torchs_batch_norm, skip, asked=only is not None)
-            rows, fused = batch_norm.find_all(model, refusal)
-        matches = matched(model, Search(self.registry, exact=exact), rows, skip, kinds)
-        plans = [(row, module, match.plan) for row, module, match in matches]
-        if head or {"residual", "linear", "mlp", "rope", "loss"} & set(kinds):
-            free = free_modules(model, rows, skip, {module for module, _ in fused})
-            rotary = find_rotary(model, free, exact=exact) if "rope" in kinds else Rotary()
-            heads = found_heads(model, free, skip, rows, head) if head else {}
-            plans += rewritten(free, Rewrites(matches, kinds, rotary, heads, exact=exact), rows)
-        candidates = [*made(plans), *with_rows(model, fused, rows)]
+        with usual_modes():
+            if "batch_norm" in kinds and not exact:
+                refusal = functools.partial(why_torchs_batch_norm, skip, asked=only is not None)
+                rows, fused = batch_norm.find_all(model, refusal)
+            matches = matched(model, Search(self.registry, exact=exact), rows, skip, kinds)
+            plans = [(row, module, match.plan) for row, module, match in matches]
+            if head or {"residual", "linear", "mlp", "rope", "loss"} & set(kinds):
+                free = free_modules(model, rows, skip, {module for module, _ in fused})
+                rotary = find_rotary(model, free, exact=exact) if "rope" in kinds else Rotary()
+                heads = found_heads(model, free, skip, rows, head) if head else {}
+                plans += rewritten(free, Rewrites(matches, kinds, rotary, heads, exact=exact), rows)
+            candidates = [*made(plans), *with_rows(model, fused, rows)]
         seconds: list[float] = []
         if example is not None:
             candidates, seconds = tried(model, matches, candidates, example)
@@ -169,7 +170,8 @@ class Replace:
             if not dry_run:
                 undo.append(swap(MAKER, module, plan))
         if "loss" in kinds:
-            undo += replace_loss(model, rows, dry_run=dry_run)
+            with usual_modes():
+                undo += replace_loss(model, rows, dry_run=dry_run)
         order = {name: index for index, (name, _) in enumerate(model.named_modules())}
         rows.sort(key=lambda row: order.get(row.name, len(order)))
         return Report(MAKER, model, rows, undo, dry_run=dry_run, seconds=seconds)

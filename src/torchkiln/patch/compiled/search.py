@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,25 +13,13 @@ from torchkiln.patch.compiled.facts import Facts, value_of
 from torchkiln.patch.compiled.region import Region
 from torchkiln.patch.formula.proven import ProvenPlan
 from torchkiln.patch.plan import Match
+from torchkiln.patch.probe import usual_modes
 
 KNOWN: dict[Any, Any] = {}
 """Outcomes of the process."""
 
 Find = Callable[[nn.Module, torch.dtype], Any]
 """A search of :mod:`torchkiln.patch.formula`."""
-
-
-@contextmanager
-def usual_modes() -> Iterator[None]:
-    """Gradients on, no inference mode and no autocast, with the random states kept."""
-    with (
-        torch.inference_mode(mode=False),
-        torch.enable_grad(),
-        torch.autocast("cpu", enabled=False),
-        torch.autocast("cuda", enabled=False),
-        torch.random.fork_rng([]),
-    ):
-        yield
 
 
 def once(key: Any, function: Callable[[], Any]) -> Any:
