@@ -51,8 +51,9 @@ def batch_norm_act(
 
 
 def read(module: nn.Module, place: dict[str, Any], name: str) -> Any:
-    """``getattr(module, name)``; ``place`` is the dict of the module that has most such names."""
-    return place[name] if name in place else getattr(module, name)
+    """The attribute of a batch norm; ``place`` is the dict that has it if the class is plain."""
+    is_plain = type(module) in PLAIN_CLASSES and name in place
+    return place[name] if is_plain else attribute(module, name)
 
 
 def sync_batch_norm_act(
@@ -261,3 +262,12 @@ class SyncBatchNormAct(_BatchNormAct):
             made.register_buffer(name, getattr(norm, name))
         made.training = norm.training
         return made
+
+
+PLAIN_CLASSES = frozenset(
+    (
+        *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+        *(BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, SyncBatchNormAct),
+    )
+)
+"""Classes without properties. FSDP and others swap the class for one that gathers parameters."""
