@@ -58,7 +58,7 @@ def trainer_callback(**options: Any) -> Any:
     report for the last model.
 
     Args:
-        options: those of :func:`torchkiln.replace`.
+        options: those of ``torchkiln.replace``.
     """
     from torchkiln.hub.transformers import ReplaceCallback  # noqa: PLC0415  an optional package
 
