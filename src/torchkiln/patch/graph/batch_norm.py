@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchkiln.nn.convolution import conv_norm_act, is_batch_norm, norm_act
-from torchkiln.nn.plain import is_by_torch
 from torchkiln.patch.formula.reads import Reader, Reads, reading
 from torchkiln.patch.formula.terms import NoFormulaError
 from torchkiln.patch.formula.watch import Watch
@@ -233,20 +232,7 @@ def find(
             row.now, row.outcome, row.reason = "", "kept", "its forward calls a local function"
         return None
     found = tuple(place for place in places if place)
-    source = with_dicts(type(module), code.src, tuple(module._modules))
-    return FusedForward(source, found, count, reads, tuple(module._modules))
-
-
-def with_dicts(cls: type[nn.Module], source: str, children: tuple[str, ...]) -> str:
-    """The source with submodules read from a dict: nn.Module takes 1 us to look one up."""
-
-    def in_dict(match: re.Match[str]) -> str:
-        name = match[2] or match[3]
-        reads = name in children and is_by_torch(cls, name)
-        return f'{match[1]}self._modules["{name}"]' if reads else match[0]
-
-    read = r'(?m)^( +\w+ = )(?:self\.(\w+)|getattr\(self, "(\w+)"\))(?=;|$)'
-    return re.sub(read, in_dict, source)
+    return FusedForward(code.src, found, count, reads, tuple(module._modules))
 
 
 def find_all(
