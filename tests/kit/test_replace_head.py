@@ -315,6 +315,33 @@ def test_a_changed_head_is_called(
     assert not losses
 
 
+class Modes(Model):
+    """The logits, and losses of all rows and of some, in modes that are not those of the head."""
+
+    def forward(self, x: Tensor, labels: Any = None, **_: Any) -> Any:
+        logits = self.head(self.layer(self.tokens(x)))
+        mask = labels != -100
+        with torch.no_grad():
+            some = logits[mask]
+        with torch.autocast("cpu", enabled=False):
+            losses = [F.cross_entropy(logits.float().view(-1, TOKENS), labels.view(-1))]
+            losses += [F.cross_entropy(logits.float()[mask], labels[mask])]
+            losses += [F.cross_entropy(some.float(), labels[mask])]
+        return logits, torch.stack(losses)
+
+
+def test_modes_that_change_in_the_forward(losses: list[dict[str, Any]]) -> None:
+    model, (x, labels) = made(Modes), batch()
+    truth = outcome(copy.deepcopy(model).double(), x, labels)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = outcome(model, x, labels)
+        torchkiln.replace(model, head=True)
+        found = outcome(model, x, labels)
+    assert len(losses) == 1
+    assert [y.dtype for y in found] == [y.dtype for y in expected]
+    assert error(found, truth) <= error(expected, truth) * 1.25
+
+
 def test_an_input_that_changes_after_the_head() -> None:
     class Changes(Model):
         def forward(self, x: Tensor, labels: Any = None, **_: Any) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import builtins
 import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -36,9 +38,7 @@ class Call:
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self.x, self.weight, self.bias = x, weight, bias
         self.versions = [version(part) for part in self.parts()]
-        self.has_grad = torch.is_grad_enabled()
-        kind = x.device.type
-        self.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self.modes = modes_of(x.device.type)
         self.has_loss = False
         """Whether a loss was computed without the logits."""
         self.made: Tensor | None = None
@@ -50,14 +50,15 @@ class Call:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the result."""
-        is_cast = self.autocast is not None and self.x.dtype != torch.float64
-        return self.autocast if is_cast and self.autocast is not None else self.x.dtype
+        cast = self.modes[2]
+        return self.x.dtype if cast is None or self.x.dtype == torch.float64 else cast
 
     def product(self) -> Tensor:
-        """The result."""
+        """The result, in the modes of the call: another place in the forward may read it."""
         if self.made is None:
             self.check()
-            self.made = F.linear(self.x, self.weight, self.bias)
+            with within(self.x.device.type, self.modes):
+                self.made = F.linear(self.x, self.weight, self.bias)
         return self.made
 
     def check(self) -> None:
@@ -72,6 +73,35 @@ class Call:
                 "forward, expected none: with head=True logits are computed when they are read; "
                 "read them before the optimizer's step, or undo the replacement"
             )
+
+
+Modes = tuple[bool, bool, torch.dtype | None]
+"""Whether gradients are recorded, whether inference mode is on, and the dtype of autocast."""
+
+
+def modes_of(kind: str) -> Modes:
+    """The current modes, for a kind of device."""
+    cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    is_inference = not is_compiling() and torch.is_inference_mode_enabled()
+    return torch.is_grad_enabled(), is_inference, cast
+
+
+def within(kind: str, modes: Modes) -> AbstractContextManager[None]:
+    """A context with these modes."""
+    return nullcontext() if modes == modes_of(kind) else switched(kind, *modes)
+
+
+@contextmanager
+def switched(
+    kind: str, has_grad: bool, is_inference: bool, cast: torch.dtype | None
+) -> Iterator[None]:
+    """A context with other modes."""
+    with (
+        torch.inference_mode(is_inference),
+        torch.set_grad_enabled(has_grad),
+        torch.autocast(kind, dtype=cast, enabled=cast is not None),
+    ):
+        yield
 
 
 def version(x: Tensor) -> int:
@@ -122,15 +152,7 @@ class Logits:
 
     def read(self) -> Tensor:
         """The tensor, after the forward: with gradients and autocast as they were in it."""
-        call, kind = self.call, self.device.type
-        if is_compiling():
-            return self.tensor()
-        is_cast = call.autocast is not None
-        with (
-            torch.inference_mode(False),
-            torch.set_grad_enabled(call.has_grad),
-            torch.autocast(kind, dtype=call.autocast, enabled=is_cast),
-        ):
+        with within(self.device.type, self.call.modes):
             return self.tensor()
 
     def after(
@@ -219,21 +241,24 @@ class Logits:
             return None
         call.check()
         bias, softcap, temperature = form
-        is_cast = call.autocast is not None and self.dtype != torch.float64
+        kind = self.device.type
+        has_grad, is_inference, cast = modes_of(kind)
+        is_cast = cast is not None and self.dtype != torch.float64
         call.has_loss = True
-        return linear_cross_entropy(
-            rows,
-            call.weight,
-            target,
-            linear_bias=bias,
-            weight=weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            loss_dtype=torch.float32 if is_cast else self.dtype,
-            softcap=softcap,
-            temperature=temperature,
-        )
+        with within(kind, (has_grad, is_inference, call.modes[2])):
+            return linear_cross_entropy(
+                rows,
+                call.weight,
+                target,
+                linear_bias=bias,
+                weight=weight,
+                ignore_index=ignore_index,
+                reduction=reduction,
+                label_smoothing=label_smoothing,
+                loss_dtype=torch.float32 if is_cast else self.dtype,
+                softcap=softcap,
+                temperature=temperature,
+            )
 
     def form(self) -> tuple[Tensor | None, builtins.float | None, builtins.float] | None:
         """Bias, softcap and temperature of the same logits; None if there are none."""
