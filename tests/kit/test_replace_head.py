@@ -342,6 +342,27 @@ def test_modes_that_change_in_the_forward(losses: list[dict[str, Any]]) -> None:
     assert error(found, truth) <= error(expected, truth) * 1.25
 
 
+def test_a_module_with_another_replacement_in_the_place_of_a_head() -> None:
+    class Inner(Projection):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.act(self.dense(x))
+            x = self.decoder(x)
+            return x  # noqa: RET504  as in transformers
+
+    model, other, (x, labels) = made(Flat), made(Flat), batch()
+    for one in (model, other):
+        one.project = Inner()
+    assert torchkiln.replace(model, head=True)["project"].kind == "head"
+    assert torchkiln.replace(other, only="mlp")["project"].changed
+    expected = other(x, labels)["logits"]
+    model.tokens, model.project = other.tokens, other.project
+    assert torch.equal(model(x, labels)["logits"], expected)
+
+
 def test_an_input_that_changes_after_the_head() -> None:
     class Changes(Model):
         def forward(self, x: Tensor, labels: Any = None, **_: Any) -> Any:

@@ -330,7 +330,7 @@ def logits_of(layer: Any, wanted: Any, /, *args: Any, **options: Any) -> Any:
     """
     if wanted is None or wanted is False:
         return layer(*args, **options)
-    if getattr(plan_of(layer), "head", ("", ""))[1] == INNER:
+    if getattr(plan_of(layer), "head", ())[1:] == (INNER,):
         if not has_hooks(layer):
             options = {**options, PENDING: True}
     elif len(args) == 1 and not options and (given := waits(layer, args[0])):
