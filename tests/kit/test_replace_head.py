@@ -389,6 +389,27 @@ def test_reasons() -> None:
         torchkiln.replace(model, head=True, exact=True)
 
 
+class Divisor(Model):
+    def forward(self, x: Tensor, labels: Any = None, **_: Any) -> Any:
+        logits = self.head(self.tokens(x))
+        return 1.0 / logits, F.cross_entropy(logits.view(-1, TOKENS), labels.view(-1))
+
+
+class Keyword(Model):
+    def forward(self, x: Tensor, labels: Any = None, **_: Any) -> Any:
+        logits = self.head(self.tokens(x))
+        return logits, F.cross_entropy(logits.reshape(shape=(-1, TOKENS)), labels.view(-1))
+
+
+@pytest.mark.parametrize("cls", [Divisor, Keyword])
+def test_other_uses_of_logits(cls: type[nn.Module]) -> None:
+    model, given = made(cls), batch()
+    expected = model(*given)
+    reason = torchkiln.replace(model, head=True)["linear_cross_entropy"].reason
+    assert reason.startswith("its forward has another use of logits: ")
+    assert torch.equal(model(*given)[0], expected[0])
+
+
 def test_transforms_and_exports_get_tensors() -> None:
     model, (x, labels) = made(), batch()
     expected = torch.func.grad(lambda w: torch.func.functional_call(model, w, (x, labels))[1])(
