@@ -74,6 +74,18 @@ def test_callback_refuses_a_sharded_model(monkeypatch: pytest.MonkeyPatch) -> No
     assert callback.report is None
 
 
+def test_callback_knows_its_model_in_a_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer's model is FSDP's module when training begins."""
+    model, callback = llama(), hub.trainer_callback()
+    caller = handler(callback, model)
+    run(caller, "on_init_end")
+    report = callback.report
+    monkeypatch.setattr("torchkiln.hub.transformers.FullyShardedDataParallel", nn.Sequential)
+    caller.model = nn.Sequential(model)
+    run(caller, "on_train_begin")
+    assert callback.report is report
+
+
 class Sentences(torch.utils.data.Dataset[dict[str, Tensor]]):
     """Eight sequences."""
 

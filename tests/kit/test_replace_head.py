@@ -315,6 +315,54 @@ def test_a_changed_head_is_called(
     assert not losses
 
 
+class Modes(Model):
+    """The logits, and losses of all rows and of some, in modes that are not those of the head."""
+
+    def forward(self, x: Tensor, labels: Any = None, **_: Any) -> Any:
+        logits = self.head(self.layer(self.tokens(x)))
+        mask = labels != -100
+        with torch.no_grad():
+            some = logits[mask]
+        with torch.autocast("cpu", enabled=False):
+            losses = [F.cross_entropy(logits.float().view(-1, TOKENS), labels.view(-1))]
+            losses += [F.cross_entropy(logits.float()[mask], labels[mask])]
+            losses += [F.cross_entropy(some.float(), labels[mask])]
+        return logits, torch.stack(losses)
+
+
+def test_modes_that_change_in_the_forward(losses: list[dict[str, Any]]) -> None:
+    model, (x, labels) = made(Modes), batch()
+    truth = outcome(copy.deepcopy(model).double(), x, labels)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = outcome(model, x, labels)
+        torchkiln.replace(model, head=True)
+        found = outcome(model, x, labels)
+    assert len(losses) == 1
+    assert [y.dtype for y in found] == [y.dtype for y in expected]
+    assert error(found, truth) <= error(expected, truth) * 1.25
+
+
+def test_a_module_with_another_replacement_in_the_place_of_a_head() -> None:
+    class Inner(Projection):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.act(self.dense(x))
+            x = self.decoder(x)
+            return x  # noqa: RET504  as in transformers
+
+    model, other, (x, labels) = made(Flat), made(Flat), batch()
+    for one in (model, other):
+        one.project = Inner()
+    assert torchkiln.replace(model, head=True)["project"].kind == "head"
+    assert torchkiln.replace(other, only="mlp")["project"].changed
+    expected = other(x, labels)["logits"]
+    model.tokens, model.project = other.tokens, other.project
+    assert torch.equal(model(x, labels)["logits"], expected)
+
+
 def test_an_input_that_changes_after_the_head() -> None:
     class Changes(Model):
         def forward(self, x: Tensor, labels: Any = None, **_: Any) -> Any:
@@ -339,6 +387,27 @@ def test_reasons() -> None:
         torchkiln.replace(model, head="logits")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"head: got True with exact=True, expected False"):
         torchkiln.replace(model, head=True, exact=True)
+
+
+class Divisor(Model):
+    def forward(self, x: Tensor, labels: Any = None, **_: Any) -> Any:
+        logits = self.head(self.tokens(x))
+        return 1.0 / logits, F.cross_entropy(logits.view(-1, TOKENS), labels.view(-1))
+
+
+class Keyword(Model):
+    def forward(self, x: Tensor, labels: Any = None, **_: Any) -> Any:
+        logits = self.head(self.tokens(x))
+        return logits, F.cross_entropy(logits.reshape(shape=(-1, TOKENS)), labels.view(-1))
+
+
+@pytest.mark.parametrize("cls", [Divisor, Keyword])
+def test_other_uses_of_logits(cls: type[nn.Module]) -> None:
+    model, given = made(cls), batch()
+    expected = model(*given)
+    reason = torchkiln.replace(model, head=True)["linear_cross_entropy"].reason
+    assert reason.startswith("its forward has another use of logits: ")
+    assert torch.equal(model(*given)[0], expected[0])
 
 
 def test_transforms_and_exports_get_tensors() -> None:

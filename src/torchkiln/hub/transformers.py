@@ -23,20 +23,25 @@ class ReplaceCallback(TrainerCallback):
 
     def on_init_end(self, *_: Any, model: nn.Module | None = None, **__: Any) -> None:
         """Replaces modules of the model, if the trainer has one and has not replaced it yet."""
-        if model is None or (self.report is not None and self.report.model is model):
+        if model is None or self.has_replaced(model):
             return
         self.report = replace(model, **self.options)
         logging.getLogger(__name__).info("%s", self.report)
 
     def on_train_begin(self, *_: Any, model: nn.Module | None = None, **__: Any) -> None:
         """Replaces modules of a model that the trainer did not have before."""
-        is_new = self.report is None or self.report.model is not model
-        if model is not None and is_new and any(map(is_sharded, model.modules())):
+        if model is None or self.has_replaced(model):
+            return
+        if any(map(is_sharded, model.modules())):
             raise RuntimeError(
                 "torchkiln.hub.trainer_callback: model: got a model that FSDP has "
                 "sharded, expected one that is not; pass the callback to the Trainer"
             )
         self.on_init_end(model=model)
+
+    def has_replaced(self, model: nn.Module) -> bool:
+        """Whether this is the model of the report, or FSDP's wrapper around it."""
+        return self.report is not None and any(m is self.report.model for m in model.modules())
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
+from torchkiln.patch.finding import Skip, is_skipped
 from torchkiln.patch.graph import batch_norm
-from torchkiln.patch.replacing import Skip, is_skipped, swap
+from torchkiln.patch.replacing import swap
 from torchkiln.patch.report import Report
 
 MAKER = "torchkiln.fuse"

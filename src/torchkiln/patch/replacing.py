@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-import fnmatch
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, get_args
 
-import torch
 from torch import Tensor, nn
 
 from torchkiln.patch.attention import routed
 from torchkiln.patch.calls import calls_of_modules
+from torchkiln.patch.finding import (
+    Skip,
+    found_heads,
+    free_modules,
+    is_skipped,
+    made,
+    matched,
+    rewritten,
+    why_torchs_batch_norm,
+    with_rows,
+)
 from torchkiln.patch.formula import loss_function
 from torchkiln.patch.graph import batch_norm
 from torchkiln.patch.measure import measure
 from torchkiln.patch.plan import Candidate, Match, Plan, made_class
-from torchkiln.patch.probe import first_dtype, usual_modes
+from torchkiln.patch.probe import usual_modes
 from torchkiln.patch.registry import Registry
 from torchkiln.patch.report import Replacement, Report
-from torchkiln.patch.search import Search, replaced_before
-from torchkiln.patch.source.heads import Head as OfHead
-from torchkiln.patch.source.heads import find as find_heads
+from torchkiln.patch.search import Search
 from torchkiln.patch.source.rewritten import Rewrites
 from torchkiln.patch.source.rotary import Rotary
 from torchkiln.patch.source.rotary import find as find_rotary
@@ -31,9 +38,6 @@ from torchkiln.typing import Head, Kind
 MAKER = "torchkiln.replace"
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
-
-Skip = Callable[[str, nn.Module], bool] | Sequence[str]
-"""A condition on name and module, or patterns of names as for :mod:`fnmatch`."""
 
 
 class Replace:
@@ -191,98 +195,6 @@ def tried(
     return Trial(model, candidates, example).run(calls)
 
 
-def with_rows(
-    model: nn.Module,
-    fused: Sequence[tuple[nn.Module, batch_norm.FusedForward]],
-    rows: Sequence[Replacement],
-) -> Iterator[Candidate]:
-    """The modules with fused batch norms, with the rows of these."""
-    names = {module: name for name, module in model.named_modules()}
-    for module, plan in fused:
-        own = {f"{names[module]}.{child}".lstrip(".") for child in module._modules}
-        yield Candidate(tuple(r for r in rows if r.changed and r.name in own), module, plan)
-
-
-def matched(
-    model: nn.Module, search: Search, rows: list[Replacement], skip: Skip, kinds: tuple[str, ...]
-) -> list[tuple[Replacement, nn.Module, Match]]:
-    """The modules that compute the formula of an op. Adds missing rows of modules."""
-    matches: list[tuple[Replacement, nn.Module, Match]] = []
-    default = first_dtype(model.parameters()) or torch.float32
-    parts: set[nn.Module] = set()
-    known = {row.name for row in rows}
-    for name, module in model.named_modules():
-        row = Replacement(name, type(module).__name__)
-        if name in known:
-            continue
-        if is_skipped(name, module, skip):
-            row.reason = "skip"
-        elif module in parts:
-            row.reason = "its formula is part of that of its parent"
-        else:
-            found = search.find(module, default, row, kinds)
-            if found is not None:
-                matches.append((row, module, found))
-                if found.plan.kind == "glu":
-                    parts.update(leaves_without_parameters(module))
-            elif not row.reason:
-                continue
-        rows.append(row)
-    return matches
-
-
-def why_torchs_batch_norm(skip: Skip, name: str, module: nn.Module, *, asked: bool) -> str:
-    """The reason to leave a batch norm unchanged, or ""."""
-    if is_skipped(name, module, skip):
-        return "skip"
-    tensors = [*module.parameters(), *module.buffers()]
-    if not asked and any(tensor.device.type == "cpu" for tensor in tensors):
-        return "on a CPU torch is often as fast; torchkiln.fuse replaces it"
-    return ""
-
-
-def free_modules(
-    model: nn.Module, rows: Iterable[Replacement], skip: Skip, taken: Collection[nn.Module]
-) -> dict[str, nn.Module]:
-    """The modules whose forward may be rewritten, by name; not those in ``taken``."""
-    known = {row.name for row in rows if row.kind}
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if not (is_skipped(name, module, skip) or replaced_before(module))
-        and name not in known
-        and module not in taken
-    }
-
-
-def found_heads(
-    model: nn.Module, free: Mapping[str, nn.Module], skip: Skip, rows: list[Replacement], head: Head
-) -> dict[nn.Module, OfHead]:
-    """The modules that make a loss of the logits of a head. Adds the rows of others."""
-    skipped = functools.partial(is_skipped, skip=skip)
-    heads = find_heads(model, free, skipped, loss_only=head == "loss")
-    for name, reason in heads.reasons.items():
-        was = type(model.get_submodule(name)).__name__
-        path = f"{name}.linear_cross_entropy".lstrip(".")
-        rows.append(Replacement(path, was, "head", reason=reason))
-    return heads.found
-
-
-def rewritten(
-    free: Mapping[str, nn.Module], rewrites: Rewrites, rows: list[Replacement]
-) -> list[tuple[Replacement, nn.Module, Plan]]:
-    """The plans of modules with a rewritten forward. Adds rows."""
-    found: list[tuple[Replacement, nn.Module, Plan]] = []
-    for name, module in free.items():
-        row = Replacement(name, type(module).__name__)
-        plan = rewrites.find(module, row)
-        if plan is not None:
-            found.append((row, module, plan))
-        if row.kind:
-            rows[:] = [other for other in rows if other.name != name] + [row]
-    return found
-
-
 def checked_kinds(only: Iterable[Kind] | Kind | None) -> tuple[Kind, ...]:
     """The kinds to replace."""
     kinds = KINDS if only is None else (only,) if isinstance(only, str) else tuple(only)
@@ -292,34 +204,6 @@ def checked_kinds(only: Iterable[Kind] | Kind | None) -> tuple[Kind, ...]:
                 f"torchkiln.replace: only: got {kind!r}, expected one of {', '.join(KINDS)}"
             )
     return kinds
-
-
-def is_skipped(name: str, module: nn.Module, skip: Skip) -> bool:
-    """Whether the caller wants a module left alone."""
-    if callable(skip):
-        return skip(name, module)
-    patterns = [skip] if isinstance(skip, str) else skip
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def leaves_without_parameters(module: nn.Module) -> list[nn.Module]:
-    """The children without parameters, except dropouts: possible activations."""
-    return [
-        child
-        for child in module.children()
-        if next(child.parameters(), None) is None and not isinstance(child, nn.Dropout)
-    ]
-
-
-def made(plans: Iterable[tuple[Replacement, nn.Module, Plan]]) -> Iterator[Candidate]:
-    """The plans for which a class can be made; the other rows get the reason."""
-    for row, module, plan in plans:
-        try:
-            made_class(type(module), plan)
-        except Exception as error:
-            row.reason = f"its class has no subclass: {error}"
-        else:
-            yield Candidate((row,), module, plan)
 
 
 def swap(maker: str, module: nn.Module, plan: Plan) -> Callable[[], None]:

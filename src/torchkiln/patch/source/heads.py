@@ -231,8 +231,10 @@ class Flow:
             call = self.parents[id(parent)]
             is_called = isinstance(call, ast.Call) and call.func is parent
             known = parent.attr in (METHODS if is_called else READS)
+            known &= parent.attr == "to" or not getattr(call, "keywords", ())
         elif isinstance(parent, ast.BinOp):
-            known = isinstance(parent.op, OPERATORS)
+            is_divisor = isinstance(parent.op, ast.Div) and parent.right is node
+            known = isinstance(parent.op, OPERATORS) and not is_divisor
         elif isinstance(parent, ast.Compare):
             known = all(isinstance(op, (ast.Is, ast.IsNot)) for op in parent.ops)
         elif isinstance(parent, ast.Subscript):

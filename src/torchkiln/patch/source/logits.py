@@ -16,6 +16,7 @@ from torchkiln.nn.plain import has_hooks
 from torchkiln.ops.cross_entropy import linear_cross_entropy
 from torchkiln.patch.formula.linear import is_tracing
 from torchkiln.patch.plan import plan_of
+from torchkiln.patch.source.head_call import Call, modes_of, within
 from torchkiln.patch.source.layer import taken
 
 LOGITS = "_kiln_logits"
@@ -28,55 +29,6 @@ PENDING = "_kiln_pending"
 """The argument of such a module: whether its caller takes :class:`Logits`."""
 
 PLAIN = (Tensor, nn.Parameter)
-
-
-class Call:
-    """A call of a head: everything that its result depends on."""
-
-    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        self.x, self.weight, self.bias = x, weight, bias
-        self.versions = [version(part) for part in self.parts()]
-        self.has_grad = torch.is_grad_enabled()
-        kind = x.device.type
-        self.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        self.has_loss = False
-        """Whether a loss was computed without the logits."""
-        self.made: Tensor | None = None
-
-    def parts(self) -> list[Tensor]:
-        """The tensors of the call."""
-        return [part for part in (self.x, self.weight, self.bias) if part is not None]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the result."""
-        is_cast = self.autocast is not None and self.x.dtype != torch.float64
-        return self.autocast if is_cast and self.autocast is not None else self.x.dtype
-
-    def product(self) -> Tensor:
-        """The result."""
-        if self.made is None:
-            self.check()
-            self.made = F.linear(self.x, self.weight, self.bias)
-        return self.made
-
-    def check(self) -> None:
-        """Raises an error if a tensor has changed since the call."""
-        if is_compiling():  # the graph has the whole forward
-            return
-        is_same = [version(part) for part in self.parts()] == self.versions
-        has_memory = all(x.untyped_storage().nbytes() or not x.numel() for x in self.parts())
-        if not is_same or not has_memory:
-            raise RuntimeError(
-                "torchkiln.replace: logits: got a head or an input that has changed since the "
-                "forward, expected none: with head=True logits are computed when they are read; "
-                "read them before the optimizer's step, or undo the replacement"
-            )
-
-
-def version(x: Tensor) -> int:
-    """The number of changes of a tensor in place."""
-    return x._version if is_compiling() or not x.is_inference() else 0
 
 
 class Logits:
@@ -122,15 +74,7 @@ class Logits:
 
     def read(self) -> Tensor:
         """The tensor, after the forward: with gradients and autocast as they were in it."""
-        call, kind = self.call, self.device.type
-        if is_compiling():
-            return self.tensor()
-        is_cast = call.autocast is not None
-        with (
-            torch.inference_mode(False),
-            torch.set_grad_enabled(call.has_grad),
-            torch.autocast(kind, dtype=call.autocast, enabled=is_cast),
-        ):
+        with within(self.device.type, self.call.modes):
             return self.tensor()
 
     def after(
@@ -219,21 +163,24 @@ class Logits:
             return None
         call.check()
         bias, softcap, temperature = form
-        is_cast = call.autocast is not None and self.dtype != torch.float64
+        kind = self.device.type
+        has_grad, is_inference, cast = modes_of(kind)
+        is_cast = cast is not None and self.dtype != torch.float64
         call.has_loss = True
-        return linear_cross_entropy(
-            rows,
-            call.weight,
-            target,
-            linear_bias=bias,
-            weight=weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            loss_dtype=torch.float32 if is_cast else self.dtype,
-            softcap=softcap,
-            temperature=temperature,
-        )
+        with within(kind, (has_grad, is_inference, call.modes[2])):
+            return linear_cross_entropy(
+                rows,
+                call.weight,
+                target,
+                linear_bias=bias,
+                weight=weight,
+                ignore_index=ignore_index,
+                reduction=reduction,
+                label_smoothing=label_smoothing,
+                loss_dtype=torch.float32 if is_cast else self.dtype,
+                softcap=softcap,
+                temperature=temperature,
+            )
 
     def form(self) -> tuple[Tensor | None, builtins.float | None, builtins.float] | None:
         """Bias, softcap and temperature of the same logits; None if there are none."""
@@ -305,7 +252,7 @@ def logits_of(layer: Any, wanted: Any, /, *args: Any, **options: Any) -> Any:
     """
     if wanted is None or wanted is False:
         return layer(*args, **options)
-    if getattr(plan_of(layer), "head", ("", ""))[1] == INNER:
+    if getattr(plan_of(layer), "head", ())[1:] == (INNER,):
         if not has_hooks(layer):
             options = {**options, PENDING: True}
     elif len(args) == 1 and not options and (given := waits(layer, args[0])):

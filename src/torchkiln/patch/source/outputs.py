@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import fields
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.compiler import is_compiling
 
@@ -41,8 +41,10 @@ def settled(value: Any, *, drops: bool) -> Any:
     return None if drops and value.call.has_loss else value.tensor()
 
 
-class Waiting:
+class Waiting(OrderedDict[str, Any]):
     """The accesses of an output that need its logits. After the first, it has its own class."""
+
+    _kiln_class: ClassVar[Any]
 
     def _read(self, names: Any) -> Any:
         """The output, with tensors for the logits of these names."""
@@ -55,19 +57,19 @@ class Waiting:
                 vars(output)[name] = made
         has_more = any(isinstance(value, Logits) for value in OrderedDict.values(output))
         if not has_more and not is_compiling():
-            output.__class__ = type(self)._kiln_class  # type: ignore[attr-defined]
+            output.__class__ = type(self)._kiln_class
         return output
 
     def _read_all(self) -> Any:
         """The output, with all tensors."""
-        return self._read(list(self))  # type: ignore[call-overload]
+        return self._read(list(self))
 
     def __getitem__(self, key: Any) -> Any:
-        names: Any = tuple(self)  # type: ignore[arg-type]
+        names: Any = tuple(self)
         if isinstance(key, str):
             if key in names:
                 return OrderedDict.__getitem__(self._read([key]), key)
-            return type(self)._kiln_class.__getitem__(self._read_all(), key)  # type: ignore[attr-defined]
+            return type(self)._kiln_class.__getitem__(self._read_all(), key)
         wanted = names[key]
         found = self._read((wanted,) if isinstance(wanted, str) else wanted)
         values = tuple(OrderedDict.__getitem__(found, name) for name in names)
@@ -75,7 +77,7 @@ class Waiting:
 
     def get(self, key: Any, default: Any = None) -> Any:
         """A value."""
-        return self[key] if key in tuple(self) else default  # type: ignore[arg-type]
+        return self[key] if key in tuple(self) else default
 
     def items(self) -> Any:
         """Names and tensors."""

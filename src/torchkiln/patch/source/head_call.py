@@ -1,0 +1,88 @@
+"""A call of a head whose result is computed later, in the modes of the call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.nn import functional as F
+
+
+class Call:
+    """A call of a head: everything that its result depends on."""
+
+    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        self.x, self.weight, self.bias = x, weight, bias
+        self.versions = [version(part) for part in self.parts()]
+        self.modes = modes_of(x.device.type)
+        self.has_loss = False
+        """Whether a loss was computed without the logits."""
+        self.made: Tensor | None = None
+
+    def parts(self) -> list[Tensor]:
+        """The tensors of the call."""
+        return [part for part in (self.x, self.weight, self.bias) if part is not None]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the result."""
+        cast = self.modes[2]
+        return self.x.dtype if cast is None or self.x.dtype == torch.float64 else cast
+
+    def product(self) -> Tensor:
+        """The result, in the modes of the call: another place in the forward may read it."""
+        if self.made is None:
+            self.check()
+            with within(self.x.device.type, self.modes):
+                self.made = F.linear(self.x, self.weight, self.bias)
+        return self.made
+
+    def check(self) -> None:
+        """Raises an error if a tensor has changed since the call."""
+        if is_compiling():  # the graph has the whole forward
+            return
+        is_same = [version(part) for part in self.parts()] == self.versions
+        has_memory = all(x.untyped_storage().nbytes() or not x.numel() for x in self.parts())
+        if not is_same or not has_memory:
+            raise RuntimeError(
+                "torchkiln.replace: logits: got a head or an input that has changed since the "
+                "forward, expected none: with head=True logits are computed when they are read; "
+                "read them before the optimizer's step, or undo the replacement"
+            )
+
+
+Modes = tuple[bool, bool, torch.dtype | None]
+"""Whether gradients are recorded, whether inference mode is on, and the dtype of autocast."""
+
+
+def modes_of(kind: str) -> Modes:
+    """The current modes, for a kind of device."""
+    cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    is_inference = not is_compiling() and torch.is_inference_mode_enabled()
+    return torch.is_grad_enabled(), is_inference, cast
+
+
+def within(kind: str, modes: Modes) -> AbstractContextManager[None]:
+    """A context with these modes."""
+    return nullcontext() if modes == modes_of(kind) else switched(kind, *modes)
+
+
+@contextmanager
+def switched(
+    kind: str, has_grad: bool, is_inference: bool, cast: torch.dtype | None
+) -> Iterator[None]:
+    """A context with other modes."""
+    with (
+        torch.inference_mode(is_inference),
+        torch.set_grad_enabled(has_grad),
+        torch.autocast(kind, dtype=cast, enabled=cast is not None),
+    ):
+        yield
+
+
+def version(x: Tensor) -> int:
+    """The number of changes of a tensor in place."""
+    return x._version if is_compiling() or not x.is_inference() else 0
