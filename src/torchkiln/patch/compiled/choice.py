@@ -15,6 +15,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from torchkiln.patch.formula import activation, gated
+
+OPS = (
+    *("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", *gated.OPS, *activation.OPS),
+    *("linear", "rope", "cross_entropy", "linear_cross_entropy"),
+)
+"""The ops that a graph can get."""
+
 SCHEMA = "torchkiln.compile/1"
 
 SHIPPED = Path(__file__).with_name("h100.json")
@@ -48,11 +56,12 @@ Table = Mapping[tuple[str, str], list[Timed]]
 
 
 def table_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The table of a run of ``torchkiln bench``, from its large calls."""
+    """The table of a run of ``torchkiln bench``, from its large calls of ops in ``OPS``."""
     found: dict[tuple[str, str, int], dict[str, list[float]]] = {}
     for row in record["rows"]:
         times = row["times"]
-        if row["kind"] == "calls" and not row.get("variant") and "compile" in times:
+        is_large = row["kind"] == "calls" and not row.get("variant")
+        if is_large and row["op"] in OPS and "compile" in times:
             of_op = found.setdefault((row["op"], row["dtype"], row["shape"][1]), {})
             of_op[row["direction"]] = [times[name]["seconds"] for name in ("torchkiln", "compile")]
     rows = []
