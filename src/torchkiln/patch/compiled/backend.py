@@ -67,7 +67,9 @@ def chosen(then: str, given: Mapping[str, Any]) -> Choice:
     table = None if given.get("table") is None else Path(given["table"])
     if table is not None:
         read(table)
-    return Choice(every=then == "eager" and table is None, ours=ours, table=table)
+    elif ours is None and then == "eager":
+        ours = OPS
+    return Choice(ours=ours, table=table)
 
 
 def compiler_of(then: str, mode: str | None, options: dict[str, Any]) -> Callable[..., Any]:
