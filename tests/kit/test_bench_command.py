@@ -17,6 +17,7 @@ from torchkiln.bench.budget import Budget
 from torchkiln.bench.report import markdown
 from torchkiln.cli import bench_parser
 from torchkiln.cli.status import Status
+from torchkiln.patch.compiled.choice import timed
 from torchkiln.testing import SPECS
 
 CPU = torch.device("cpu")
@@ -163,11 +164,28 @@ def test_a_folder_without_matplotlib(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bench.json", "bench.md"]
 
 
-def test_an_output_that_is_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("option", ["--json", "--compile"])
+def test_an_output_that_is_a_folder(
+    option: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(command, "measure", None)
     path = tmp_path / "folder.json"
     path.mkdir()
-    assert command.main(["add", "--device=cpu", f"--json={path}"]) == 2
-    assert f"--json: got {path}, expected a file that can be written" in capsys.readouterr().err
+    assert command.main(["add", "--device=cpu", f"{option}={path}"]) == 2
+    assert f"{option}: got {path}, expected a file that can be written" in capsys.readouterr().err
+
+
+def test_the_table_of_a_record(tmp_path: Path) -> None:
+    record, table = tmp_path / "bench.json", tmp_path / "table.json"
+    given = ["silu", "--device=cpu", "--shape=8x16", "--peers=compile", "--dtype=fp32"]
+    assert command.main([*given, f"--json={record}"]) == 0
+    assert command.main([f"--read={record}", f"--compile={table}"]) == 0
+    found = timed(table, "silu", torch.empty(8, 16))
+    assert found is not None
+    assert found.columns == 16
 
 
 def test_a_skip_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:

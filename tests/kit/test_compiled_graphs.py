@@ -374,6 +374,18 @@ def test_losses(caplog: pytest.LogCaptureFixture, name: str) -> None:
     assert checked(caplog, function, torch.randn(3, 4, 8), torch.randn(9, 8)) == ops
 
 
+def test_bits_of_logits_in_another_dtype_stay(caplog: pytest.LogCaptureFixture) -> None:
+    def of(x: Tensor, w: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, w).view(torch.float16), LABELS)
+
+    given = torch.randn(12, 8).bfloat16(), torch.randn(9, 8).bfloat16()
+    caplog.set_level(logging.INFO, "torchkiln.compile")
+    compiled = torch.compile(of, backend=backend, options={"then": "eager"})
+    truth = F.cross_entropy(F.linear(*given).view(torch.float16).double(), LABELS)
+    torch.testing.assert_close(compiled(*given), truth.half())
+    assert caplog.records[0].getMessage() == "1 cross_entropy"
+
+
 def test_half_precision_logits_are_not_copied() -> None:
     """The op reads bfloat16 logits, and the loss is float32 as that of the copy."""
     logits, labels = torch.randn(12, 9).bfloat16(), LABELS

@@ -14,9 +14,10 @@ import pytest
 import torch
 from replace_models import GROUPED, SIZES, TOKENS
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchkiln.patch.compiled.backend import backend
-from torchkiln.patch.compiled.choice import SHIPPED, Choice, read, table_of, timed
+from torchkiln.patch.compiled.choice import SHIPPED, Choice, note, table_of, timed
 
 transformers = pytest.importorskip("transformers")
 
@@ -247,9 +248,18 @@ def test_the_shipped_table_is_that_of_the_results() -> None:
     assert table_of({**runs[0], "rows": rows}) == json.loads(SHIPPED.read_text())
 
 
+def test_an_explanation_has_times_only_of_ops_that_a_graph_can_get() -> None:
+    with FakeTensorMode():
+        x = torch.empty(8, 4096, dtype=torch.bfloat16, device="cuda")
+    words = 'torch.compile(backend="torchkiln") chooses '
+    assert note("cross_entropy", [x]).startswith(f"{words}this op: ")
+    assert note("swiglu", [x]).startswith(f"{words}torch's ops: ")
+    assert not note("softmax", [x])  # measured, but never found
+
+
 def test_the_table_chooses(tmp_path: Path) -> None:
-    table = read(SHIPPED)
-    rows = {op: timed(table, op, "bfloat16", 4000) for op in ("swiglu", "rope", "rms_norm", "sin")}
+    x = torch.empty(1, 4000, dtype=torch.bfloat16, device="meta")
+    rows = {op: timed(SHIPPED, op, x) for op in ("swiglu", "rope", "rms_norm", "sin")}
     assert {op: row and row.is_ours for op, row in rows.items()} == {
         "swiglu": False,
         "rope": True,

@@ -29,8 +29,7 @@ def test_models_run(name: str) -> None:
     assert result.dim() == 0
     found = gradients(Loss(model, tuple(given)), tuple(given.values()))
     assert len(found) > len(list(model.parameters())) / 2
-    with torch.device("meta"):
-        full = MODELS[name].build(torch.device("meta"))
+    full = MODELS[name].build(torch.device("meta"))
     assert sum(p.numel() for p in full.parameters()) > 2e7
 
 

@@ -147,3 +147,4 @@ def require_outputs(options: argparse.Namespace) -> None:
     if options.out:
         make_folder("torchkiln.bench", "--out", options.out)
     require_json("torchkiln.bench", options.json)
+    require_json("torchkiln.bench", options.compile, "--compile")

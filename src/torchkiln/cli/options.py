@@ -103,14 +103,14 @@ def output_json(where: str, path: Path | None, text: str) -> None:
         write_file(where, "--json", path, text.removesuffix("\n") + "\n")
 
 
-def require_json(where: str, path: Path | None) -> None:
-    """Refuse a file of ``--json`` that cannot be written, before a long run."""
+def require_json(where: str, path: Path | None, option: str = "--json") -> None:
+    """Refuse a file of JSON that cannot be written, before a long run."""
     if path is None or path == STDOUT:
         return
     folder = path.absolute().parent
-    make_folder(where, "--json", folder)
+    make_folder(where, option, folder)
     if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise ValueError(f"{where}: --json: got {path}, expected a file that can be written")
+        raise ValueError(f"{where}: {option}: got {path}, expected a file that can be written")
 
 
 def make_folder(where: str, option: str, folder: Path) -> None:

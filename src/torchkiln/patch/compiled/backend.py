@@ -19,19 +19,12 @@ import torch
 from torch import Tensor, fx
 
 from torchkiln.patch.compiled import gates, losses, norms, ropes
-from torchkiln.patch.compiled.choice import Choice, read
+from torchkiln.patch.compiled.choice import OPS, Choice, read
 from torchkiln.patch.compiled.facts import Facts
-from torchkiln.patch.formula import activation, gated
 
 WHERE = "torchkiln.compile"
 
 LOG = logging.getLogger("torchkiln.compile")
-
-OPS = (
-    *("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", *gated.OPS, *activation.OPS),
-    *("linear", "rope", "cross_entropy", "linear_cross_entropy"),
-)
-"""The ops that a graph can get."""
 
 KINDS = (norms, gates, ropes, losses)
 
@@ -74,7 +67,9 @@ def chosen(then: str, given: Mapping[str, Any]) -> Choice:
     table = None if given.get("table") is None else Path(given["table"])
     if table is not None:
         read(table)
-    return Choice(every=then == "eager" and table is None, ours=ours, table=table)
+    elif ours is None and then == "eager":
+        ours = OPS
+    return Choice(ours=ours, table=table)
 
 
 def compiler_of(then: str, mode: str | None, options: dict[str, Any]) -> Callable[..., Any]:

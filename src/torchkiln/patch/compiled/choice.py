@@ -15,6 +15,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from torchkiln.ops._traced import name_of
+from torchkiln.patch.formula import activation, gated
+
+OPS = (
+    *("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", *gated.OPS, *activation.OPS),
+    *("linear", "rope", "cross_entropy", "linear_cross_entropy"),
+)
+"""The ops that a graph can get."""
+
 SCHEMA = "torchkiln.compile/1"
 
 SHIPPED = Path(__file__).with_name("h100.json")
@@ -48,11 +57,12 @@ Table = Mapping[tuple[str, str], list[Timed]]
 
 
 def table_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The table of a run of ``torchkiln bench``, from its large calls."""
+    """The table of a run of ``torchkiln bench``, from its large calls of ops in ``OPS``."""
     found: dict[tuple[str, str, int], dict[str, list[float]]] = {}
     for row in record["rows"]:
         times = row["times"]
-        if row["kind"] == "calls" and not row.get("variant") and "compile" in times:
+        is_large = row["kind"] == "calls" and not row.get("variant")
+        if is_large and row["op"] in OPS and "compile" in times:
             of_op = found.setdefault((row["op"], row["dtype"], row["shape"][1]), {})
             of_op[row["direction"]] = [times[name]["seconds"] for name in ("torchkiln", "compile")]
     rows = []
@@ -85,8 +95,9 @@ def read(path: Path) -> Table:
     return table
 
 
-def timed(table: Table, op: str, dtype: str, columns: int) -> Timed | None:
-    """The times of an op for the row length nearest to a length; None for no times."""
+def timed(file: Path, op: str, x: Tensor) -> Timed | None:
+    """The times of an op for the row length nearest to that of ``x``; None for no times."""
+    table, dtype, columns = read(file), name_of(x.dtype), columns_of(x)
     rows = table.get((op, dtype)) or table.get((SAME_KERNELS.get(op, ""), dtype)) or ()
     nearest = (abs(math.log((row.columns + 1) / (columns + 1))) for row in rows)
     return min(zip(nearest, rows, strict=True), default=(0.0, None))[1]
@@ -100,28 +111,18 @@ def columns_of(x: Tensor) -> int:
 
 
 class Choice:
-    """Whether an op is torchkiln's for a tensor."""
+    """Whether an op is torchkiln's for a tensor: one of ``ours``, or else by a table."""
 
-    def __init__(
-        self,
-        *,
-        every: bool = False,
-        ours: Collection[str] | None = None,
-        table: Path | None = None,
-    ) -> None:
-        self.every, self.ours = every, ours
-        self.table = table
+    def __init__(self, *, ours: Collection[str] | None = None, table: Path | None = None) -> None:
+        self.ours, self.table = ours, table
 
     def __call__(self, op: str, x: Tensor) -> bool:
         """Whether to use an op for tensors like ``x``, its input or the logits."""
         if self.ours is not None:
             return op in self.ours
-        if self.every:
-            return True
         if self.table is None and x.device.type != "cuda":
             return False
-        dtype = str(x.dtype).removeprefix("torch.")
-        found = timed(read(self.table or SHIPPED), op, dtype, columns_of(x))
+        found = timed(self.table or SHIPPED, op, x)
         return found is not None and found.is_ours
 
 
@@ -130,8 +131,7 @@ def note(op: str, tensors: Iterable[Tensor]) -> str:
     x = next((t for t in tensors if t.is_floating_point() and t.dim()), None)
     if x is None or x.device.type != "cuda":
         return ""
-    dtype = str(x.dtype).removeprefix("torch.")
-    found = timed(read(SHIPPED), op, dtype, columns_of(x))
+    found = timed(SHIPPED, op, x)
     if found is None:
         return ""
     chosen = "this op" if found.is_ours else "torch's ops"

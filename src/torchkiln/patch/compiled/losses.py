@@ -57,9 +57,11 @@ def steps_before(facts: Facts, logits: fx.Node, node: fx.Node) -> list[fx.Node]:
     while logits.op == "call_method" and len(logits.users) == 1:
         source: Any = logits.args[0]
         was, now = tensor_of(source), value_of(logits)
-        is_view = logits.target in VIEWS and now.dim() > 1 and now.shape[-1] == classes
+        if was is None or was.device != now.device:
+            break
+        is_view = logits.target in VIEWS and now.dim() > 1 and now.dtype == was.dtype
         is_cast = logits.target in CASTS and now.dtype is torch.float32
-        if was is None or not (is_view or is_cast) or was.device != now.device:
+        if not (is_view or is_cast):
             break
         if was.shape[-1] != classes or facts.states[logits] != facts.states[node]:
             break
