@@ -110,6 +110,20 @@ def test_a_candidate_that_hangs_or_crashes_is_refused(tmp_path: Path) -> None:
     assert "about to end" in verdict.findings[0].evidence
 
 
+def test_a_candidate_of_one_shape_may_refuse_the_small_calls_of_a_slow_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchkiln.judge.checks.SLOW", 0.0)
+    file = tmp_path / "one_shape.py"
+    source = (FOLDER / "honest" / "refuses_dtypes.py").read_text()
+    file.write_text(source.replace("x.dtype != torch.float32", "x.shape != (44, 72)"))
+    verdict = judge(file, FOLDER / "problems" / "rows.py", rounds=0)
+    assert verdict.accepted, str(verdict)
+    assert verdict.answers["shapes"].startswith("0 of 6; refuses")
+    assert verdict.answers["values"].startswith("yes")
+    assert verdict.answers["dtypes"] == "yes, 3"
+
+
 def test_fast_p_counts_accepted_candidates_alone() -> None:
     def verdict(candidate: float, *, refused: bool = False, void: bool = False) -> Verdict:
         made = Verdict("c.py", "r", "cpu", seconds={"candidate": candidate, "eager": 3.0})
