@@ -110,6 +110,16 @@ def test_a_candidate_that_hangs_or_crashes_is_refused(tmp_path: Path) -> None:
     assert "about to end" in verdict.findings[0].evidence
 
 
+def test_a_candidate_that_ends_when_gradients_are_asked_for_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "ends.py"
+    source = (FOLDER / "honest" / "same_calls.py").read_text()
+    exits = "        if torch.is_grad_enabled():\n            __import__('os')._exit(3)\n"
+    file.write_text(source.replace("        return", f"{exits}        return"))
+    verdict = judge(file, FOLDER / "problems" / "gate.py", rounds=0)
+    assert verdict.tricks == ("does not run",), str(verdict)
+    assert verdict.findings[0].evidence.startswith("gradients: the process ended")
+
+
 def test_a_candidate_of_one_shape_may_refuse_the_small_calls_of_a_slow_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

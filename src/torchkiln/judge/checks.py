@@ -223,6 +223,8 @@ class Checks(Attempts):
         try:
             found = self.candidate.call([call], state).outputs[0]
         except CandidateError as error:
+            if not self.candidate.is_open:
+                raise
             return f"none: {first_line(str(error))}"
         if not found:
             return "none: forward only"
