@@ -9,6 +9,7 @@ import pytest
 
 from torchkiln.cli import main
 from torchkiln.judge import Verdict, fast_p, judge
+from torchkiln.judge.watched import Watched
 from torchkiln.judge.zygote import Zygote
 
 FOLDER = Path(__file__).parent
@@ -132,6 +133,11 @@ def test_a_candidate_of_one_shape_may_refuse_the_small_calls_of_a_slow_problem(
     assert verdict.answers["shapes"].startswith("0 of 6; refuses")
     assert verdict.answers["values"].startswith("yes")
     assert verdict.answers["dtypes"] == "yes, 3"
+
+
+def test_a_file_that_cannot_be_watched_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"inotify: got No such file .*, expected to watch .*gone"):
+        Watched([tmp_path / "gone.py"], [])
 
 
 def test_fast_p_counts_accepted_candidates_alone() -> None:

@@ -63,7 +63,7 @@ def judge(
         The verdict. It names a problem that cannot be judged in :attr:`Verdict.void`.
 
     Raises:
-        ValueError: The files do not exist, or the reference does not run.
+        ValueError: The files do not exist or cannot be watched, or the reference does not run.
     """
     file, place = Path(candidate).resolve(), torch.device(device)
     if (reference is None) == (op is None):
