@@ -83,16 +83,19 @@ def judge(
         return verdict
     with ExitStack() as stack:
         chosen = zygote or stack.enter_context(Zygote())
-        _judge(problem, file, verdict, chosen, stack, compiled, budget, rounds)
+        _judge(
+            problem, file, verdict, chosen, stack, compiled=compiled, budget=budget, rounds=rounds
+        )
     return verdict
 
 
-def _judge(  # noqa: PLR0917
+def _judge(
     problem: Problem,
     file: Path,
     verdict: Verdict,
     zygote: Zygote,
     stack: ExitStack,
+    *,
     compiled: bool,
     budget: float,
     rounds: int,
