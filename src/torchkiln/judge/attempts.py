@@ -15,7 +15,7 @@ from torchkiln.judge.probe import JUDGE
 from torchkiln.judge.problem import Problem, compact
 from torchkiln.judge.review import perturbed
 from torchkiln.judge.verdict import Verdict
-from torchkiln.judge.zygote import CandidateError
+from torchkiln.judge.zygote import CandidateError, first_line
 from torchkiln.testing.compare import Where, require_values
 from torchkiln.testing.sample import Sample
 
@@ -151,13 +151,8 @@ class Attempts:
                 if not may_refuse or not self.candidate.is_open:
                     self.verdict.add(stage, f"{sample.name}: {error}")
                     return f"no: {sample.name}: {error}"
-                refused.append(f"{sample.name}: {first_line(str(error))}")
+                refused.append(f"{sample.name}: {first_line(error)}")
             done += 1
         if refused:
             return f"{done - len(refused)} of {done}; refuses {refused[0]}"
         return f"yes, {done}" if done else "the problem has no other"
-
-
-def first_line(text: str) -> str:
-    """The first line of an error."""
-    return next(iter(text.splitlines()), "")

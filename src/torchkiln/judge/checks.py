@@ -13,10 +13,10 @@ from torch import Tensor
 
 from torchkiln.bench.clock import synchronize
 from torchkiln.judge import tricks
-from torchkiln.judge.attempts import Attempts, first_line
+from torchkiln.judge.attempts import Attempts
 from torchkiln.judge.exchange import Call, Reply, secret
 from torchkiln.judge.problem import compact, crops, families
-from torchkiln.judge.zygote import CandidateError
+from torchkiln.judge.zygote import CandidateError, first_line
 from torchkiln.testing.compare import Where, require_gradients, require_values
 from torchkiln.testing.data import layouts
 from torchkiln.testing.sample import Sample
@@ -225,7 +225,7 @@ class Checks(Attempts):
         except CandidateError as error:
             if not self.candidate.is_open:
                 raise
-            return f"none: {first_line(str(error))}"
+            return f"none: {first_line(error)}"
         if not found:
             return "none: forward only"
         try:
@@ -260,7 +260,7 @@ class Checks(Attempts):
         try:
             found = self.candidate.call(calls, state, do="capture").outputs[0]
         except CandidateError as error:
-            self.verdict.answers["graph capture"] = f"no: {first_line(str(error))}"
+            self.verdict.answers["graph capture"] = f"no: {first_line(error)}"
             return
         wrong = self.difference(found, second, torch.float32)
         words = f"no: a replay is wrong: {wrong}" if wrong else "yes"
