@@ -9,6 +9,7 @@ import pytest
 
 from torchkiln.cli import main
 from torchkiln.judge import Verdict, fast_p, judge
+from torchkiln.judge.watched import Watched
 from torchkiln.judge.zygote import Zygote
 
 FOLDER = Path(__file__).parent
@@ -108,6 +109,35 @@ def test_a_candidate_that_hangs_or_crashes_is_refused(tmp_path: Path) -> None:
     verdict = judge(file, FOLDER / "problems" / "gate.py", rounds=0)
     assert verdict.tricks == ("does not run",)
     assert "about to end" in verdict.findings[0].evidence
+
+
+def test_a_candidate_that_ends_when_gradients_are_asked_for_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "ends.py"
+    source = (FOLDER / "honest" / "same_calls.py").read_text()
+    exits = "        if torch.is_grad_enabled():\n            __import__('os')._exit(3)\n"
+    file.write_text(source.replace("        return", f"{exits}        return"))
+    verdict = judge(file, FOLDER / "problems" / "gate.py", rounds=0)
+    assert verdict.tricks == ("does not run",), str(verdict)
+    assert verdict.findings[0].evidence.startswith("gradients: the process ended")
+
+
+def test_a_candidate_of_one_shape_may_refuse_the_small_calls_of_a_slow_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchkiln.judge.checks.SLOW", 0.0)
+    file = tmp_path / "one_shape.py"
+    source = (FOLDER / "honest" / "refuses_dtypes.py").read_text()
+    file.write_text(source.replace("x.dtype != torch.float32", "x.shape != (44, 72)"))
+    verdict = judge(file, FOLDER / "problems" / "rows.py", rounds=0)
+    assert verdict.accepted, str(verdict)
+    assert verdict.answers["shapes"].startswith("0 of 6; refuses")
+    assert verdict.answers["values"].startswith("yes")
+    assert verdict.answers["dtypes"] == "yes, 3"
+
+
+def test_a_file_that_cannot_be_watched_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"inotify: got No such file .*, expected to watch .*gone"):
+        Watched([tmp_path / "gone.py"], [])
 
 
 def test_fast_p_counts_accepted_candidates_alone() -> None:

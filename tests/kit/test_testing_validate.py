@@ -154,6 +154,15 @@ def test_a_sample_with_an_unknown_argument_is_told() -> None:
         testing.validate([swish_spec(swished, inputs=inputs)])
 
 
+def test_a_function_with_any_keyword_arguments_takes_those_of_its_samples() -> None:
+    def scaled(x: torch.Tensor, gate: torch.Tensor, **options: float) -> torch.Tensor:
+        return swished(x * options["scale"], gate)
+
+    inputs = testing.alike("x", "gate", scale=1.7)
+    overload = torch.ops.validated.swished.default
+    testing.validate([swish_spec(scaled, overload=overload, inputs=inputs)])
+
+
 def test_a_wrong_gradient_is_told_with_the_name_of_the_argument() -> None:
     op = torch.library.custom_op("validated::stopped", swished._init_fn, mutates_args=())
     op.register_fake(lambda x, _: torch.empty_like(x))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,11 +11,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from torchkiln.bench.clock import synchronize
 from torchkiln.judge import tricks
-from torchkiln.judge.attempts import Attempts, first_line
+from torchkiln.judge.attempts import Attempts
 from torchkiln.judge.exchange import Call, Reply, secret
-from torchkiln.judge.problem import crops, families
-from torchkiln.judge.zygote import CandidateError
+from torchkiln.judge.problem import compact, crops, families
+from torchkiln.judge.zygote import CandidateError, first_line
 from torchkiln.testing.compare import Where, require_gradients, require_values
 from torchkiln.testing.data import layouts
 from torchkiln.testing.sample import Sample
@@ -27,6 +29,8 @@ STREAM, TIMED = "work on another stream", "wrong while timed"
 
 DTYPES = (torch.float64, torch.float16, torch.bfloat16)
 REPEATS = 3
+SLOW = 0.1
+"""Seconds of a call of the reference in float64 from which most checks use smaller sizes."""
 IDLE, BUSY = 0.4, 0.03
 """Seconds between two calls, and of CPU time in them that a candidate does not explain."""
 PAUSES = (0.0, 2.0, 6.0)
@@ -38,6 +42,8 @@ class Checks(Attempts):
     """All questions about one candidate."""
 
     worst: tuple[float, float, str] = (0.0, 0.0, "")
+    truth_seconds: float = math.inf
+    """Shortest time of a call of the reference in float64."""
 
     def run(self) -> None:
         """Make all calls; the first failing stage ends most others."""
@@ -78,8 +84,21 @@ class Checks(Attempts):
             self.measure(reply, sample)
         if self.problem.weights and not self.takes_state:
             self.load()
-            return self.attempt(WEIGHTS, self.given()) is not None
+            if self.attempt(WEIGHTS, self.given()) is None:
+                return False
+        self.choose_sizes()
         return True
+
+    def choose_sizes(self) -> None:
+        """Use smaller sizes in most checks of a slow problem, if the candidate takes them."""
+        if self.truth_seconds <= SLOW:
+            return
+        try:
+            self.send(compact(self.problem, self.given()))
+            self.is_small = True
+        except CandidateError:
+            if not self.candidate.is_open:
+                raise
 
     def blame_weights(self) -> None:
         """Name wrong results that are right for the weights of the constructor."""
@@ -94,8 +113,11 @@ class Checks(Attempts):
             self.verdict.add(WEIGHTS, words)
 
     def measure(self, reply: Reply, sample: Sample) -> None:
-        """Note the worst error beside torch's own."""
+        """Note the worst error beside torch's own, and the time of the truth."""
+        start = time.perf_counter()
         truth = self.problem.truth(sample)
+        synchronize(self.problem.device)
+        self.truth_seconds = min(self.truth_seconds, time.perf_counter() - start)
         with torch.no_grad():
             own = sample.call(self.problem.spec.composite)
         own = (own,) if isinstance(own, Tensor) else own
@@ -201,7 +223,9 @@ class Checks(Attempts):
         try:
             found = self.candidate.call([call], state).outputs[0]
         except CandidateError as error:
-            return f"none: {first_line(str(error))}"
+            if not self.candidate.is_open:
+                raise
+            return f"none: {first_line(error)}"
         if not found:
             return "none: forward only"
         try:
@@ -236,7 +260,7 @@ class Checks(Attempts):
         try:
             found = self.candidate.call(calls, state, do="capture").outputs[0]
         except CandidateError as error:
-            self.verdict.answers["graph capture"] = f"no: {first_line(str(error))}"
+            self.verdict.answers["graph capture"] = f"no: {first_line(error)}"
             return
         wrong = self.difference(found, second, torch.float32)
         words = f"no: a replay is wrong: {wrong}" if wrong else "yes"

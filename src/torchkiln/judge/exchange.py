@@ -31,7 +31,7 @@ from torchkiln.judge.blocks import (
     to_candidate,
 )
 from torchkiln.judge.worker import arena
-from torchkiln.judge.zygote import CandidateError, Zygote
+from torchkiln.judge.zygote import CandidateError, Zygote, first_line
 from torchkiln.testing.compare import bits
 from torchkiln.testing.data import contiguous_strides
 from torchkiln.testing.sample import Sample
@@ -110,7 +110,7 @@ class Candidate:
             shared = [reduce_tensor(t) for t in arenas]
             self.ask({"do": "handles", "arenas": pickle.dumps(shared)})
         except (CandidateError, RuntimeError) as error:
-            return next(iter(str(error).splitlines()), "")
+            return first_line(error)
         self.inputs, self.outputs = arenas
         self.on_gpu = True
         return ""

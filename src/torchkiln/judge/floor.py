@@ -26,6 +26,9 @@ SHARE = {"cpu": 0.2, "cuda": 0.6}
 SHARE_OF_PRODUCT = 0.4
 """Least time, as a share of the shortest product. Half the operations suffice for ``x @ x.T``."""
 
+BUDGET = 1.0
+"""Seconds for the shortest copy and product: on a busy machine most calls are interrupted."""
+
 aten = torch.ops.aten
 PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
 """A convolution may be a Fourier transform, which has far fewer operations."""
@@ -135,7 +138,7 @@ class Floor:
         for dtype in product_dtypes(device):
             made = ceilings(Work(moved, operations, dtype), written, device)
             calls |= {f"{n} {dtype}" if n == PRODUCT else n: call for n, call in made.items()}
-        found = in_turns(device_clock(device), calls, 0.2)
+        found = in_turns(device_clock(device), calls, BUDGET)
         copies = [v for n, v in found.items() if not n.startswith(PRODUCT)]
         products = [v for n, v in found.items() if n.startswith(PRODUCT)]
         ceiling = min(Times.of(v).seconds for v in copies)

@@ -63,7 +63,7 @@ def judge(
         The verdict. It names a problem that cannot be judged in :attr:`Verdict.void`.
 
     Raises:
-        ValueError: The files do not exist, or the reference does not run.
+        ValueError: The files do not exist or cannot be watched, or the reference does not run.
     """
     file, place = Path(candidate).resolve(), torch.device(device)
     if (reference is None) == (op is None):
@@ -83,16 +83,19 @@ def judge(
         return verdict
     with ExitStack() as stack:
         chosen = zygote or stack.enter_context(Zygote())
-        _judge(problem, file, verdict, chosen, stack, compiled, budget, rounds)
+        _judge(
+            problem, file, verdict, chosen, stack, compiled=compiled, budget=budget, rounds=rounds
+        )
     return verdict
 
 
-def _judge(  # noqa: PLR0917
+def _judge(
     problem: Problem,
     file: Path,
     verdict: Verdict,
     zygote: Zygote,
     stack: ExitStack,
+    *,
     compiled: bool,
     budget: float,
     rounds: int,

@@ -112,7 +112,9 @@ class Problem:
                 terms[i] = torch.maximum(terms[i], truth[i].abs() + row_rms(change))
         rounded = [a.to(dtype) if _is_real(a) else a for a in args]
         own = outputs(self.spec.composite(*rounded, **kwargs))
-        # In half precision a chain of torch's ops rounds each intermediate result, too.
+        # `allowed_error` has two steps of float32 of the magnitude. In half precision a chain of
+        # torch's ops rounds each intermediate result to the dtype: with this factor the two steps
+        # are of the dtype, enough for four roundings of half a step each.
         chain = torch.finfo(dtype).eps / compute_eps(dtype)
         growth = max(self.terms**0.5, chain)
         return tuple(

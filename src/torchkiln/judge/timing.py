@@ -175,7 +175,7 @@ def baseline(
 def baselines(
     checks: Checks, zygote: Zygote, stack: ExitStack, *, compiled: bool
 ) -> dict[str, Candidate]:
-    """Processes of the reference by name, before the candidate has been loaded."""
+    """Processes of the reference by name, made while the candidate is stopped."""
     names = ("eager", "compiled") if compiled else ("eager",)
     found = {n: baseline(checks, zygote, stack, compiled=n == "compiled") for n in names}
     return {name: one for name, one in found.items() if one is not None}

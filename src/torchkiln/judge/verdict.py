@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from torchkiln.bench.report import duration
 from torchkiln.cli.status import Status
 
 SCHEMA = "torchkiln.judge/1"
@@ -82,7 +83,7 @@ class Verdict:
         lines = [f"{self.candidate} for {self.reference}, on {self.device}"]
         lines += [f"  {name + '?':<15}{text}" for name, text in self.answers.items()]
         if self.seconds:
-            times = ", ".join(f"{name} {_time(s)}" for name, s in self.seconds.items())
+            times = ", ".join(f"{name} {duration(s)}" for name, s in self.seconds.items())
             gain = f"; {self.speedup:.2f} x as fast as eager" if self.speedup else ""
             lines.append(f"  {'time':<15}{times}{gain}")
         if self.void:
@@ -96,13 +97,6 @@ class Verdict:
             lines += [f"  REFUSED: {one.trick}: {one.evidence}" for one in self.findings]
             lines.append(f"  Fix first: {self.findings[0].trick}.")
         return "\n".join(lines)
-
-
-def _time(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
 
 
 def fast_p(verdicts: Sequence[Verdict], p: float) -> float:

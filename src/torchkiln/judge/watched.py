@@ -30,13 +30,15 @@ class Watched:
 
     def _add(self, path: Path, mask: int) -> None:
         number = self.libc.inotify_add_watch(self.fd, os.fsencode(path), mask)
-        if number >= 0:
-            self.files[number] = path
+        if number < 0:
+            reason = os.strerror(ctypes.get_errno())
+            raise ValueError(f"torchkiln.judge: inotify: got {reason}, expected to watch {path}")
+        self.files[number] = path
 
     def seen(self) -> tuple[list[Path], list[Path]]:
         """Files opened and files changed since the last call."""
         opened, changed, data = set(), set(), b""
-        with suppress(BlockingIOError, OSError):
+        with suppress(BlockingIOError):
             while part := os.read(self.fd, 1 << 16):
                 data += part
         at = 0
@@ -54,5 +56,4 @@ class Watched:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
+        os.close(self.fd)

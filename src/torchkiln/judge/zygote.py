@@ -29,6 +29,11 @@ class CandidateError(Exception):
     """A candidate raised, ended, or did not answer; the message is its own."""
 
 
+def first_line(error: Exception) -> str:
+    """The first line of an error's message."""
+    return next(iter(str(error).splitlines()), "")
+
+
 class Zygote:
     """A process with torch imported, which forks processes for candidates.
 
