@@ -205,16 +205,10 @@ at::Tensor activation(const at::Tensor& x, c10::string_view act) {
 }
 
 at::Tensor& activation_(at::Tensor& x, c10::string_view act) {
-  bool is_known = false;
   with_activation(
-      find_activation("activation_", act),
-      [&](auto tag) {
-        call<activation_ops::InPlace<typename decltype(tag)::type>>(x);
-        is_known = true;
-      },
+      find_activation("activation_", act, activation_ops::InPlaceFunctions{}),
+      [&](auto tag) { call<activation_ops::InPlace<typename decltype(tag)::type>>(x); },
       activation_ops::InPlaceFunctions{});
-  TORCH_CHECK_VALUE(is_known, "torchkiln.activation_: act: got '", act,
-                    "', expected one of square, relu, silu, sigmoid, tanh");
   return x;
 }
 

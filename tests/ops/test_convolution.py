@@ -349,6 +349,8 @@ def test_made_from_modules(device: torch.device) -> None:
     assert module.conv is conv
     assert list(module.state_dict())[:3] == ["conv.weight", "conv.bias", "bn.weight"]
     close(module(x), exact(module, x))
+    vars(conv).update(stride=[2, 2], padding=1)  # torch's convolution takes both
+    close(module(x), exact(module, x))
     transposed: Any = torchkiln.nn.ConvBNAct2d.from_modules(
         nn.ConvTranspose2d(8, 6, 3, stride=2), moved(nn.BatchNorm2d(6))
     )

@@ -214,6 +214,21 @@ def test_autocast_does_what_torch_does(device: torch.device, op: Any, torchs: An
 
 
 @every_dtype
+def test_values_that_are_not_finite(device: torch.device, dtype: torch.dtype) -> None:
+    """Both infinities in one row, far apart or adjacent, and each value alone in a long row."""
+    for shape, dim in (((5, 300), 1), ((300, 5), 0), ((3, 70000), 1)):
+        x = torch.ones(shape, device=device, dtype=dtype)
+        row, middle = x.select(1 - dim, 1), shape[dim] // 2
+        for first, second in ((0, -1), (middle, middle - 1)):
+            for values in ((math.inf, -math.inf), (math.inf, 1), (-math.inf, 1), (math.nan, 1)):
+                row[first], row[second] = values
+                for op, torchs in OPS:
+                    found, expected = (f(x, dim, dtype=torch.float64) for f in (op, torchs))
+                    torch.testing.assert_close(found, expected, equal_nan=True, rtol=0, atol=0)
+            row.fill_(1)
+
+
+@every_dtype
 def test_the_number_of_threads_does_not_matter(dtype: torch.dtype) -> None:
     for shape in ((300001,), (40000, 11), (11, 40000), (500, 700)):
         x = torch.randn(shape).to(dtype)

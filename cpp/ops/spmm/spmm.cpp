@@ -89,8 +89,6 @@ class Batched {
     for (const Tensor& tensor : matrices) visit(tensor, 2);
   }
 
-  bool any() const { return any_; }
-
   Tensor with_batch(const Tensor& tensor, int64_t rank) const {
     if (tensor.dim() > rank) return tensor;
     c10::SymDimVector shape{size_};

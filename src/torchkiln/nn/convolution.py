@@ -23,7 +23,7 @@ from torchkiln.nn.checks import check_act
 from torchkiln.nn.plain import is_torchs
 from torchkiln.ops._conv_moments import bn_act_from, conv_with_moments
 from torchkiln.ops._conv_routes import CONVOLUTIONS as CALLS
-from torchkiln.ops._conv_routes import HALF, Geometry, Sizes, run_folded
+from torchkiln.ops._conv_routes import HALF, Geometry, Sizes, geometry_of, run_folded
 from torchkiln.ops._folding import Parts, forget
 from torchkiln.ops.activation import ACTIVATIONS
 from torchkiln.ops.batch_norm import bn_act
@@ -94,9 +94,11 @@ def conv_norm_act(
         y, moments = convolved(conv, norm, x)
         return norm_act(norm, y, residual, act, moments, in_place=in_place)
     assert isinstance(conv, _ConvNd)
-    padded, geometry = x, geometry_of(conv)
+    padded, padding = x, conv.padding
     if conv.padding_mode != "zeros":
         padded = F.pad(x, conv._reversed_padding_repeated_twice, conv.padding_mode)
+        padding = "valid"
+    geometry = geometry_of(parts.weight, conv.stride, padding, conv.dilation, conv.groups)
     folded = run_folded(norm, padded, parts, residual, geometry, act=act, eps=norm.eps)
     if folded is not None:
         return folded
@@ -127,19 +129,6 @@ def parts_of(conv: nn.Module, norm: _BatchNorm, x: Tensor) -> Parts | None:
 def has_own(parameters: Mapping[str, Tensor | None]) -> bool:
     """Whether a module has its weight and bias there; a replica of DataParallel has attributes."""
     return "weight" in parameters and "bias" in parameters
-
-
-def geometry_of(conv: _ConvNd) -> Geometry:
-    """The settings of a convolution, whose input is padded if ``padding_mode`` is not zeros."""
-    padding: Sizes | str = conv.padding
-    if conv.padding_mode != "zeros":
-        padding = "valid"
-    if padding == "valid":
-        padding = (0,) * len(conv.stride)
-    elif padding == "same":
-        before, after = (conv._reversed_padding_repeated_twice[i::2] for i in (0, 1))
-        padding = tuple(reversed(before)) if before == after else "same"
-    return Geometry(conv.stride, padding, conv.dilation, conv.groups)
 
 
 def convolved(conv: nn.Module, norm: _BatchNorm, x: Tensor) -> tuple[Tensor, Tensor | None]:

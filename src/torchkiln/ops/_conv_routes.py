@@ -277,6 +277,8 @@ def geometry_of(
 
 def spread(value: int | Sizes, count: int) -> Sizes:
     """A number for each dimension."""
+    if type(value) is tuple and len(value) == count:
+        return value
     if isinstance(value, int):
         return (value,) * count
     return tuple(value) * count if len(value) == 1 else tuple(value)
