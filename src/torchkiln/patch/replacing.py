@@ -125,7 +125,7 @@ class Replace:
                 None for logits in training mode; in evaluation it is like True. Not with
                 ``exact``.
             dry_run: whether to return the report without a change. Forwards of modules still run,
-                with their side effects.
+                up to their first side effect.
             example: a batch for the model: a tensor, a tuple of arguments, or a dict of keyword
                 arguments. The report has errors on the inputs that the modules get, and the times
                 of both forwards of each module, with backward if the model is in training mode and
