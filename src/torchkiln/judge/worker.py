@@ -9,6 +9,7 @@ module only names tricks that have no effect on a verdict, and says so to honest
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
@@ -18,6 +19,8 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -41,6 +44,8 @@ from torchkiln.testing.data import contiguous_strides
 
 POISONED = 4
 """Blocks of the size of each output that are poisoned and freed: a new output takes one."""
+M_PERTURB = -6
+"""Parameter of glibc's mallopt: new memory is filled with the complement of the lowest byte."""
 DELAY_CYCLES = 20_000_000
 """Sleep of a GPU before late inputs arrive: about 10 ms."""
 
@@ -140,7 +145,7 @@ class Worker:
         del waste
         if seed := call["seed"]:
             torch.manual_seed(seed)
-        with torch.set_grad_enabled(bool(wanted)):
+        with torch.set_grad_enabled(bool(wanted)), poisoned_memory(call["hold"]):
             result = self.run(*args, **kwargs)
         outputs = [y for y in flat(result) if isinstance(y, Tensor)]
         if call["hold"]:
@@ -225,6 +230,23 @@ class Worker:
                 lines = traceback.format_exception_only(error)
                 answer = {"error": "".join(lines).strip()[-2000:]}
             send(self.channel, dump({**answer, "token": message["token"]}).encode())
+
+
+@contextmanager
+def poisoned_memory(wanted: bool) -> Iterator[None]:
+    """Let the C library poison all memory that it hands out, which takes time.
+
+    A new output takes a block of ``POISONED`` only if no other free block is as near.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if wanted else None
+    if mallopt is None:  # another C library than glibc
+        yield
+        return
+    mallopt(M_PERTURB, 1 << 8 | (POISON ^ 0xFF))  # a parameter of 0 would switch it off
+    try:
+        yield
+    finally:
+        mallopt(M_PERTURB, 0)
 
 
 def arena(fd: int) -> Tensor:
