@@ -14,6 +14,7 @@ import argparse
 import os
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,26 +36,44 @@ from torchkiln.distributed import (
     vocab_parallel_cross_entropy,
 )
 
-VOCABULARY, WIDTH, HIDDEN, HEADS, BLOCKS = 64, 64, 192, 4, 2
-SEQUENCES, LENGTH = 8, 32
-HEAD = WIDTH // HEADS
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model and its batch."""
+
+    vocabulary: int = 64
+    width: int = 64
+    hidden: int = 192
+    heads: int = 4
+    kv_heads: int = 2
+    blocks: int = 2
+    sequences: int = 8
+    length: int = 32
+
+    @property
+    def head(self) -> int:
+        """Numbers of a head."""
+        return self.width // self.heads
 
 
 class Attention(nn.Module):
     """Causal attention; each device has some of the heads."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
-        self.rope = torchkiln.nn.RotaryEmbedding(HEAD, LENGTH)
+        self.head, width, kv_width = sizes.head, sizes.width, sizes.kv_heads * sizes.head
+        self.q, self.out = (nn.Linear(width, width, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(width, kv_width, bias=False) for _ in range(2))
+        self.rope: nn.Module = torchkiln.nn.RotaryEmbedding(sizes.head, sizes.length)
 
     def forward(self, x: Tensor) -> Tensor:
         """The output for normed tokens."""
         q, k, v = (
-            part(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for part in (self.q, self.k, self.v)
+            part(x).unflatten(-1, (-1, self.head)).transpose(1, 2)
+            for part in (self.q, self.k, self.v)
         )
         q, k = self.rope(q, k)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         output: Tensor = self.out(y.transpose(1, 2).flatten(-2))
         return output
 
@@ -62,10 +81,10 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """A gated layer; each device has some of the hidden features."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.gate, self.up = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
-        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.gate, self.up = (nn.Linear(sizes.width, sizes.hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(sizes.hidden, sizes.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """The output for normed tokens."""
@@ -76,10 +95,11 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Attention and a gated layer, each after a norm that also adds the residual."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.before, self.between = torchkiln.nn.AddRMSNorm(WIDTH), torchkiln.nn.AddRMSNorm(WIDTH)
-        self.attention, self.mlp = Attention(), FeedForward()
+        self.before: nn.Module = torchkiln.nn.AddRMSNorm(sizes.width)
+        self.between: nn.Module = torchkiln.nn.AddRMSNorm(sizes.width)
+        self.attention, self.mlp = Attention(sizes), FeedForward(sizes)
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The output, which the next block adds to the residual, and the residual."""
@@ -91,25 +111,30 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Tokens to logits of the vocabulary, or of a part of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-        self.norm = torchkiln.nn.AddRMSNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.embedding = nn.Embedding(sizes.vocabulary, sizes.width)
+        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.blocks))
+        self.norm: nn.Module = torchkiln.nn.AddRMSNorm(sizes.width)
+        self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """The logits of this process's classes."""
+    def features(self, tokens: Tensor) -> Tensor:
+        """The normed tokens of this process."""
         x = self.embedding(tokens)
         residual = torch.zeros_like(x)
         for block in self.blocks:
             x, residual = block(x, residual)
-        logits: Tensor = self.head(self.norm(x, residual)[0])
+        normed: Tensor = self.norm(x, residual)[0]
+        return normed
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The logits of this process's classes."""
+        logits: Tensor = self.head(self.features(tokens))
         return logits
 
 
-def parallelize(model: Model, mesh: DeviceMesh) -> None:
-    """Shard the model over both dimensions of the mesh."""
+def shard_tensors(model: Model, mesh: DeviceMesh) -> None:
+    """Shard projections, norms and classes."""
     tokens = Shard(1)
     norm = SequenceParallel(use_local_output=True)
     whole = PrepareModuleInput(input_layouts=tokens, desired_input_layouts=Replicate())
@@ -119,25 +144,29 @@ def parallelize(model: Model, mesh: DeviceMesh) -> None:
         "norm": norm,
         "head": ColwiseParallel(input_layouts=tokens),
     }
-    for i in range(BLOCKS):
+    for i in range(len(model.blocks)):
         plan |= {f"blocks.{i}.before": norm, f"blocks.{i}.between": norm}
         plan |= {f"blocks.{i}.attention": whole, f"blocks.{i}.mlp": whole}
         plan |= {f"blocks.{i}.attention.{name}": columns for name in "qkv"}
         plan |= {f"blocks.{i}.mlp.{name}": columns for name in ("gate", "up")}
         plan |= {f"blocks.{i}.attention.out": rows, f"blocks.{i}.mlp.down": rows}
-    parallelize_module(model, mesh["tensor"], plan)
+    parallelize_module(model, mesh, plan)
+
+
+def shard_data(model: Model, mesh: DeviceMesh) -> None:
+    """Shard weights, gradients and the optimizer's state."""
     for block in model.blocks:
-        fully_shard(block, mesh=mesh["data"])
-    fully_shard(model, mesh=mesh["data"])
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
-def batch(step: int, mesh: DeviceMesh, device: torch.device) -> tuple[Tensor, Tensor]:
+def batch(step: int, sizes: Sizes, mesh: DeviceMesh, device: torch.device) -> tuple[Tensor, Tensor]:
     """The tokens of this process, which count up by another step in each sequence, and the next."""
     generator = torch.Generator().manual_seed(step)
-    first = torch.randint(VOCABULARY, (SEQUENCES, 1), generator=generator)
-    by = torch.randint(1, 5, (SEQUENCES, 1), generator=generator)
-    tokens = (first + by * torch.arange(LENGTH + 1)) % VOCABULARY
-    mine = tokens.chunk(mesh["data"].size())[mesh["data"].get_local_rank()].to(device)
+    first = torch.randint(sizes.vocabulary, (sizes.sequences, 1), generator=generator)
+    by = torch.randint(1, 5, (sizes.sequences, 1), generator=generator)
+    tokens = (first + by * torch.arange(sizes.length + 1)) % sizes.vocabulary
+    mine = tokens.chunk(mesh.size())[mesh.get_local_rank()].to(device)
     return mine[:, :-1], mine[:, 1:]
 
 
@@ -152,12 +181,14 @@ def train(options: argparse.Namespace, report: Callable[[int, float], None]) -> 
     names = ("data", "tensor")
     mesh = init_device_mesh(device.type, (size // tensor, tensor), mesh_dim_names=names)
     torch.manual_seed(0)  # equal weights everywhere
-    model = Model().to(device, getattr(torch, options.dtype))
-    parallelize(model, mesh)
+    sizes = Sizes()
+    model = Model(sizes).to(device, getattr(torch, options.dtype))
+    shard_tensors(model, mesh["tensor"])
+    shard_data(model, mesh["data"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     first = load(options.load, model, optimizer) if options.load else 0
     for step in range(first, options.steps):
-        tokens, target = batch(step, mesh, device)
+        tokens, target = batch(step, sizes, mesh["data"], device)
         loss = vocab_parallel_cross_entropy(model(tokens), target, mesh["tensor"].get_group())
         loss.backward()
         optimizer.step()
