@@ -24,7 +24,7 @@ dist.init_process_group(
     rank=rank,
     world_size=size,
     store=dist.FileStore(path, size),
-    timeout=timedelta(seconds=300),
+    timeout=timedelta(seconds=float(sys.argv[5])),
 )
 """
 
@@ -54,22 +54,28 @@ def processes_on(device: torch.device, most: int) -> int:
     return count
 
 
-def run_processes(script: str, device: torch.device, most: int, folder: Path) -> None:
-    """Run a script in up to ``most`` processes of one group.
+def outcomes(
+    script: str, device: torch.device, size: int, folder: Path, *, timeout: float = 300.0
+) -> list[tuple[int, str]]:
+    """Exit status and errors of each process of a group that runs a script.
 
     It knows ``rank``, ``size`` and the name of the ``device``, on which its tensors are by default.
     """
-    size = processes_on(device, most)
 
     def process(rank: int) -> tuple[int, str]:
         words = [sys.executable, "-c", START + script + END]
-        words += [str(rank), str(size), str(folder / "store"), device.type]
+        words += [str(rank), str(size), str(folder / "store"), device.type, str(timeout)]
         done = run(words, capture_output=True, text=True, timeout=900, check=False)
         return done.returncode, done.stderr
 
     with ThreadPoolExecutor(size) as pool:
-        for code, error in pool.map(process, range(size)):
-            assert code == 0, error[-3000:]
+        return list(pool.map(process, range(size)))
+
+
+def run_processes(script: str, device: torch.device, most: int, folder: Path) -> None:
+    """Run a script in up to ``most`` processes of one group, which must all succeed."""
+    for code, error in outcomes(script, device, processes_on(device, most), folder):
+        assert code == 0, error[-3000:]
 
 
 def leaving(program: Path, folder: Path) -> Path:
