@@ -19,6 +19,16 @@
 namespace torchkiln::sparse {
 using namespace device;
 
+/// Where the rows of a matrix begin, and the columns of its entries.
+template <class Index>
+__device__ __forceinline__ const Index* begins_of(const CsrPattern& pattern, int64_t matrix) {
+  return static_cast<const Index*>(pattern.crow) + matrix * pattern.crow_batch_stride;
+}
+template <class Index>
+__device__ __forceinline__ const Index* columns_of(const CsrPattern& pattern, int64_t matrix) {
+  return static_cast<const Index*>(pattern.col) + matrix * pattern.col_batch_stride;
+}
+
 template <class Index>
 struct Piece {
   int row = -1;  // -1: no work

@@ -58,9 +58,8 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t first = warp * warpSize * kItems;
   const int64_t last = min(first + warpSize * kItems, p.pattern.entries);
   if (first >= last) return;
-  const auto* crow =
-      static_cast<const Index*>(p.pattern.crow) + matrix * p.pattern.crow_batch_stride;
-  const auto* col = static_cast<const Index*>(p.pattern.col) + matrix * p.pattern.col_batch_stride;
+  const Index* crow = begins_of<Index>(p.pattern, matrix);
+  const Index* col = columns_of<Index>(p.pattern, matrix);
   const int rows = static_cast<int>(p.pattern.rows);
   const int first_row = row_of(crow, rows, first);
   const int last_row = row_of(crow, rows, last - 1);
@@ -127,8 +126,8 @@ __global__ void __launch_bounds__(kSortThreads)
   const int64_t first = (blockIdx.x - matrix * plan.blocks) * size;
   const int columns = static_cast<int>(p.pattern.columns);
   set_to_zero(totals, columns);
-  count_entries(static_cast<const Index*>(p.pattern.col) + matrix * p.pattern.col_batch_stride,
-                first, min(first + size, p.pattern.entries), totals);
+  count_entries(columns_of<Index>(p.pattern, matrix), first, min(first + size, p.pattern.entries),
+                totals);
   int32_t* to = counts + int64_t{blockIdx.x} * columns;
   for (int c = threadIdx.x; c < columns; c += kSortThreads) to[c] = totals[c];
 }
@@ -150,9 +149,8 @@ __global__ void __launch_bounds__(kSortThreads)
   const int64_t last = min((block + 1) * size, entries);
   const int columns = static_cast<int>(p.pattern.columns);
   const int rows = static_cast<int>(p.pattern.rows);
-  const auto* crow =
-      static_cast<const Index*>(p.pattern.crow) + matrix * p.pattern.crow_batch_stride;
-  const auto* col = static_cast<const Index*>(p.pattern.col) + matrix * p.pattern.col_batch_stride;
+  const Index* crow = begins_of<Index>(p.pattern, matrix);
+  const Index* col = columns_of<Index>(p.pattern, matrix);
   int32_t* begins = p.out + matrix * packed;
   int32_t* row_to = begins + columns + 1;
   int32_t* order_to = row_to + entries;
@@ -225,9 +223,8 @@ __global__ void __launch_bounds__(kThreads) check_rows(CsrCheck p, int64_t block
   const int64_t thread = (blockIdx.x - matrix * blocks_per_matrix) * kThreads + threadIdx.x;
   const int64_t row = thread / warpSize;
   if (row > p.pattern.rows) return;
-  const auto* crow =
-      static_cast<const Index*>(p.pattern.crow) + matrix * p.pattern.crow_batch_stride;
-  const auto* col = static_cast<const Index*>(p.pattern.col) + matrix * p.pattern.col_batch_stride;
+  const Index* crow = begins_of<Index>(p.pattern, matrix);
+  const Index* col = columns_of<Index>(p.pattern, matrix);
   const int64_t entries = p.pattern.entries;
   int faults = 0;
   const auto report = [&](CsrFault fault, bool is_there) {

@@ -36,9 +36,8 @@ __global__ void __launch_bounds__(kThreads, spmm_blocks(sizeof(T), kAccess))
   const int64_t in_tile = blockIdx.x - block * plan.blocks_per_tile;
   const int64_t batch = block / plan.tiles;
   const int64_t tile = block - batch * plan.tiles;
-  const auto* crow =
-      static_cast<const Index*>(p.pattern.crow) + batch * p.pattern.crow_batch_stride;
-  const auto* col = static_cast<const Index*>(p.pattern.col) + batch * p.pattern.col_batch_stride;
+  const Index* crow = begins_of<Index>(p.pattern, batch);
+  const Index* col = columns_of<Index>(p.pattern, batch);
   const T* values = static_cast<const T*>(p.values) + batch * p.values_batch_stride;
   const int32_t* order = p.order == nullptr ? nullptr : p.order + batch * p.order_batch_stride;
   const int lane = threadIdx.x & ((1 << plan.lanes_log2) - 1);
@@ -137,8 +136,7 @@ __global__ void __launch_bounds__(kThreads) add_parts(Spmm p, Chunks chunks) {
   wait_for_previous_kernel();
   const int64_t batch = blockIdx.x / chunks.count;
   const int64_t chunk = blockIdx.x - batch * chunks.count;
-  const auto* crow =
-      static_cast<const Index*>(p.pattern.crow) + batch * p.pattern.crow_batch_stride;
+  const Index* crow = begins_of<Index>(p.pattern, batch);
   const int64_t first = chunk * chunks.size;
   const int64_t last = min(first + chunks.size, p.pattern.entries);
   const int row = row_of(crow, static_cast<int>(p.pattern.rows), last - 1);

@@ -22,9 +22,8 @@ __global__ void __launch_bounds__(kRankThreads) rank_entries(CsrTranspose p, Ran
   const int block = static_cast<int>(blockIdx.x - matrix * plan.blocks);
   const int entries = static_cast<int>(p.pattern.entries);
   const int columns = static_cast<int>(p.pattern.columns);
-  const auto* crow =
-      static_cast<const Index*>(p.pattern.crow) + matrix * p.pattern.crow_batch_stride;
-  const auto* col = static_cast<const Index*>(p.pattern.col) + matrix * p.pattern.col_batch_stride;
+  const Index* crow = begins_of<Index>(p.pattern, matrix);
+  const Index* col = columns_of<Index>(p.pattern, matrix);
   const int padded = (entries + 4 * kKeys - 1) & -(4 * kKeys);
 #pragma unroll 8
   for (int e = static_cast<int>(threadIdx.x); e < padded; e += kRankThreads)

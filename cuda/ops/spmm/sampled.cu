@@ -45,9 +45,8 @@ __global__ void __launch_bounds__(kThreads, sampled_blocks<Flight>(sizeof(T)))
   wait_for_previous_kernel();
   const int64_t batch = blockIdx.x / blocks_per_matrix;
   const int64_t in_matrix = blockIdx.x - batch * blocks_per_matrix;
-  const auto* crow =
-      static_cast<const Index*>(p.pattern.crow) + batch * p.pattern.crow_batch_stride;
-  const auto* col = static_cast<const Index*>(p.pattern.col) + batch * p.pattern.col_batch_stride;
+  const Index* crow = begins_of<Index>(p.pattern, batch);
+  const Index* col = columns_of<Index>(p.pattern, batch);
   const int64_t summed = p.summed ? p.batch : 1;
   const int row_stride = static_cast<int>(p.right.row_stride);
   const int lane = threadIdx.x % kLanes;
