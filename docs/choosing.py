@@ -80,7 +80,8 @@ def compiled(folder: Path) -> Path:
     sources = sorted((ROOT / "tests" / "kernels").glob("*.cpp"))
     installed = Path(torchkiln.cmake_prefix_path).parents[1] / "include"  # has version.h
     includes = [f"-I{folder}" for folder in (ROOT / "cuda" / "include", ROOT / "cuda", installed)]
-    options = ["-std=c++17", "-Wall", "-Wextra", "-Werror", *includes]
+    built = "-DTORCHKILN_WITH_SM90=1"  # as a wheel, which has the kernels of every architecture
+    options = ["-std=c++17", "-Wall", "-Wextra", "-Werror", built, *includes]
     command = [os.environ.get("CXX", "c++"), *options, *map(str, sources), "-o", str(program)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:

@@ -14,9 +14,9 @@ constexpr int kKiB = 1 << 10;
 
 std::string wanted;  // the op whose plans are written; empty for all
 
-/// Clusters of 1, 2, 4, 8 and 16 blocks on GPCs with so many SMs.
-device::Device with_clusters(int shared_bytes, std::initializer_list<int> gpcs) {
-  device::Device found{0, true, shared_bytes, {}};
+/// Clusters of 1, 2, 4, 8 and 16 blocks on GPCs with so many SMs. `capability`: its major number.
+device::Device with_clusters(int capability, int shared_bytes, std::initializer_list<int> gpcs) {
+  device::Device found{0, capability, true, true, shared_bytes, {}};
   for (const int multiprocessors : gpcs) {
     found.multiprocessors += multiprocessors;
     for (int log = 0; log < 5; ++log) found.clusters[log] += multiprocessors >> log;
@@ -25,16 +25,16 @@ device::Device with_clusters(int shared_bytes, std::initializer_list<int> gpcs) 
 }
 
 device::Device without_clusters(int shared_bytes, int multiprocessors) {
-  return {multiprocessors, false, shared_bytes, {multiprocessors, 0, 0, 0, 0}};
+  return {multiprocessors, 8, true, false, shared_bytes, {multiprocessors, 0, 0, 0, 0}};
 }
 
 // GPUs of 9.0 and 10.0 have GPCs of different sizes, which also differ between cards of a kind.
 const Gpu kGpus[] = {
     {"A100", without_clusters(163 * kKiB, 108), 164 * kKiB, 2048},
     {"RTX 4090", without_clusters(99 * kKiB, 128), 100 * kKiB, 1536},
-    {"H100", with_clusters(227 * kKiB, {16, 16, 16, 16, 16, 16, 18, 18}), 228 * kKiB, 2048},
-    {"H200", with_clusters(227 * kKiB, {16, 16, 16, 16, 16, 16, 18, 18}), 228 * kKiB, 2048},
-    {"B200", with_clusters(227 * kKiB, {18, 18, 18, 18, 18, 18, 20, 20}), 228 * kKiB, 2048},
+    {"H100", with_clusters(9, 227 * kKiB, {16, 16, 16, 16, 16, 16, 18, 18}), 228 * kKiB, 2048},
+    {"H200", with_clusters(9, 227 * kKiB, {16, 16, 16, 16, 16, 16, 18, 18}), 228 * kKiB, 2048},
+    {"B200", with_clusters(10, 227 * kKiB, {18, 18, 18, 18, 18, 18, 20, 20}), 228 * kKiB, 2048},
 };
 
 const char* name_of(Dtype dtype) {

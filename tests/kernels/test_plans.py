@@ -129,6 +129,7 @@ def test_choices(
 
 
 WITHOUT_PIXELS = "channels without a spatial size"
+CONVOLUTION = "convolution before batch norm"
 
 
 @pytest.mark.parametrize(
@@ -147,6 +148,20 @@ WITHOUT_PIXELS = "channels without a spatial size"
         ("H100", "softmax forward", "transposed softmax", "vector", (18602, 1519), "tile"),
         ("H100", "group norm backward", WITHOUT_PIXELS, "vector", (64, 312960), "parts"),
         ("H100", "group norm backward", "planes of 64 channels", "vector", (64, 8192), "planes"),
+        ("H100", "product beside cuBLAS", "relu", "vector", (16384, 512), "sm90"),
+        ("H100", "product beside cuBLAS", "gelu", "vector", (16384, 512), "library"),
+        ("H100", "product beside cuBLAS", "a residual", "vector", (256, 4096), "library"),
+        ("B200", "product beside cuBLAS", "relu", "vector", (16384, 512), "library"),
+        ("B200", "product without cuBLAS", "relu", "vector", (16384, 512), "tensor_core"),
+        ("H100", "product without cuBLAS", "gelu", "shared_offset", (64, 513), "tensor_core"),
+        ("H200", "product and gate", "gated_mlp", "vector", (8192, 1024), "sm90"),
+        ("H200", "gradient through a gate", "gated_mlp", "vector", (8192, 1024), "two kernels"),
+        ("H100", "convolution and moments", "pixels to 64 channels", "vector", (64, 64), "sm90"),
+        (*("H100", CONVOLUTION, "pixels to 256 channels", "vector"), (16384, 64), "sm90"),
+        (*("H100", CONVOLUTION, "pixels to 64 channels", "vector"), (16384, 64), "other ops"),
+        ("A100", "sparse product", "16 entries a row", "shared_offset", (16384, 129), "spaced"),
+        ("A100", "sparse product", "1 entry a row, transposed", "vector", (64, 128), "columns"),
+        ("A100", "gradient of sparse values", "1 entry a row", "vector", (64, 4096), "entries"),
     ],
 )
 def test_choices_of_other_families(

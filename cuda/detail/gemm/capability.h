@@ -1,19 +1,16 @@
 #pragma once
 
-#include <cuda_runtime.h>
+#include "torchkiln/device/device.h"
 
 namespace torchkiln::gemm {
 
-/// Whether the kernels for compute capability 9.0 were built and run on the current device.
-inline bool has_sm90() {
+/// Whether the kernels for compute capability 9.0 were built and run on this GPU.
+inline bool has_sm90(const device::Device& device) {
 #ifdef TORCHKILN_WITH_SM90
-  int device = 0;
-  int major = 0;
   constexpr int kMajor = 9;
-  return cudaGetDevice(&device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-         major == kMajor;
+  return device.capability_major == kMajor;
 #else
+  (void)device;
   return false;
 #endif
 }

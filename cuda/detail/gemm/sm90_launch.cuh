@@ -2,57 +2,9 @@
 
 // The launch of a product with the roles of sm90_roles.cuh.
 
-#include <algorithm>
-
 #include "detail/gemm/sm90_roles.cuh"
 
 namespace torchkiln::gemm::sm90 {
-
-/// An operand as a matrix for TMA.
-struct Operand {
-  Major major;
-  MapShape shape;
-};
-
-inline Operand describe(const Matrices& from, int64_t outer, int64_t depth, int64_t outer_stride,
-                        int64_t depth_stride, int64_t batch) {
-  // The stride of a dimension of size 1 is arbitrary; prefer to read it as contiguous.
-  const bool k_adjacent = depth_stride == 1 || (depth == 1 && outer_stride != 1);
-  const Major major = k_adjacent ? Major::k : Major::outer;
-  MapShape shape{from.data,
-                 k_adjacent ? depth : outer,
-                 k_adjacent ? outer : depth,
-                 batch,
-                 k_adjacent ? outer_stride : depth_stride,
-                 from.batch_stride};
-  constexpr int64_t kLanes = 8;  // per 16-byte vector
-  if (shape.outer == 1) shape.outer_stride = ceil_div(shape.inner, kLanes) * kLanes;
-  if (from.batch_stride == 0) shape.batch = 1;
-  if (shape.batch == 1) shape.batch_stride = shape.outer * shape.outer_stride;
-  return {major, shape};
-}
-
-inline Operand describe_a(const Matmul& p) {
-  return describe(p.a, p.m, p.k, p.a.row_stride, p.a.column_stride, p.batch);
-}
-inline Operand describe_b(const Matmul& p) {
-  return describe(p.b, p.n, p.k, p.b.column_stride, p.b.row_stride, p.batch);
-}
-/// A contiguous result of n columns.
-inline MapShape describe_result(const Matmul& p, const void* data) {
-  return {data, p.n, p.m, p.batch, p.n, p.m * p.n};
-}
-
-inline bool is_adjacent(const Matrices& matrices, int64_t rows, int64_t columns) {
-  return matrices.row_stride == 1 || matrices.column_stride == 1 || rows == 1 || columns == 1;
-}
-
-/// Whether TMA can read the operands in place.
-inline bool fits_copies(const Matmul& p) {
-  return size_of(p.dtype) == 2 && p.k > 0 && is_adjacent(p.a, p.m, p.k) &&
-         is_adjacent(p.b, p.k, p.n) && fits_tensor_map(describe_a(p).shape, p.dtype) &&
-         fits_tensor_map(describe_b(p).shape, p.dtype);
-}
 
 /// Sets the parameters that no epilogue changes. `half`: as in Parameters.
 template <class T>
@@ -89,11 +41,10 @@ Status make_parameters(const Matmul& p, int64_t half, Parameters& parameters) {
 
 /// The grid: blocks that compute tiles until none is left.
 template <class T>
-Grid grid_of(const Parameters& parameters, int multiprocessors) {
-  constexpr int kSharedBytes = sizeof(Shared<T>);
-  static_assert(kSharedBytes <= 227 * 1024, "more shared memory than a block can have");
-  const int blocks = std::min(parameters.tiles, multiprocessors);
-  return {dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 1, kSharedBytes};
+Grid grid_of(const Matmul& p, int multiprocessors) {
+  static_assert(sizeof(Shared<T>) == kSharedBytes && kSharedBytes <= 227 * 1024);
+  const Blocks blocks = blocks_of(p, multiprocessors);
+  return {dim3(static_cast<unsigned>(blocks.count)), dim3(kThreads), 1, kSharedBytes};
 }
 
 }  // namespace torchkiln::gemm::sm90

@@ -26,6 +26,7 @@
 // Clusters of two blocks that share their copies by multicast were measured, too: no gain on an
 // H200, whose L2 cache keeps up with the copies.
 
+#include "detail/gemm/plans.h"
 #include "detail/gemm/stage_ring.cuh"
 #include "detail/gemm/tma.cuh"
 #include "detail/gemm/wgmma.cuh"
@@ -36,28 +37,13 @@
 namespace torchkiln::gemm::sm90 {
 using namespace device;
 
-using wgmma::Major;
-
-inline constexpr int kTileRows = 128;
-inline constexpr int kTileColumns = wgmma::kColumns;
-inline constexpr int kTileDepth = 64;
-inline constexpr int kStages = 3;
-
-inline constexpr int kWarpgroup = 4 * kWarpLanes;
-inline constexpr int kMultipliers = kTileRows / wgmma::kRows;
+static_assert(kTileColumns == wgmma::kColumns && kTileRows == kMultipliers * wgmma::kRows);
 inline constexpr int kFinishers = 3;  // warps
-inline constexpr int kThreads = (1 + kMultipliers) * kWarpgroup;
 // Registers per thread. Every thread starts with 168: 3 x 168 = 2 x 200 + 104.
 inline constexpr int kOtherRegisters = 104;
 inline constexpr int kMultiplierRegisters = 200;
 
-// A panel is copied at once: 128 rows of A or columns of B, 64 deep. If k is not contiguous, it
-// takes two boxes.
-inline constexpr int kPanelWidth = 128;
-inline constexpr int kPanel = kPanelWidth * kTileDepth;
 inline constexpr int kBox = kTileDepth * kTileDepth;
-inline constexpr int kPanelsOfB = kTileColumns / kPanelWidth;
-inline constexpr uint32_t kStageBytes = (1 + kPanelsOfB) * kPanel * 2;
 
 // The sums of a multiplier in shared memory: slices of 64 by 64, finished and stored in strips of
 // 16 rows.

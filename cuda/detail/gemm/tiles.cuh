@@ -2,10 +2,10 @@
 
 // Common to the matmul kernels that run on every device: the tile of a block, and the epilogue.
 
+#include "detail/gemm/plans.h"
 #include "torchkiln/device/launch.cuh"
 #include "torchkiln/device/vec.cuh"
 #include "torchkiln/device/warp.cuh"
-#include "torchkiln/kernels/matmul.h"
 
 namespace torchkiln::gemm {
 using namespace device;
@@ -29,7 +29,7 @@ struct Tiles {
   explicit Tiles(const Matmul& p)
       : rows(ceil_div(p.m, kRows)),
         columns(ceil_div(p.n, kColumns)),
-        count(rows * columns * p.batch) {}
+        count(count_tiles(p, kRows, kColumns)) {}
 
   __device__ __forceinline__ Tile at(int64_t index) const {
     const int64_t batch = index / (rows * columns);

@@ -12,8 +12,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "detail/gemm/operands.h"
 #include "torchkiln/core/status.h"
-#include "torchkiln/device/alignment.h"
 
 namespace torchkiln::gemm {
 
@@ -24,27 +24,6 @@ inline constexpr int kSwizzleBytes = 128;
 /// Offset in bytes of a 16-byte chunk from the start of its box.
 __device__ __forceinline__ int swizzled(int row, int chunk) {
   return row * kSwizzleBytes + ((chunk ^ (row % 8)) * 16);
-}
-
-/// Matrices in memory whose inner dimension is contiguous; strides count elements.
-struct MapShape {
-  const void* data;
-  int64_t inner;
-  int64_t outer;
-  int64_t batch;
-  int64_t outer_stride;
-  int64_t batch_stride;
-};
-
-/// Whether TMA can access the matrices: 16-byte steps, and 32-bit coordinates.
-inline bool fits_tensor_map(const MapShape& shape, Dtype dtype) {
-  const auto in_range = [&](int64_t stride) {
-    return stride > 0 && stride * static_cast<int64_t>(size_of(dtype)) < (int64_t{1} << 40);
-  };
-  return device::rows_in_vectors(shape.data, device::vector_lanes(dtype),
-                                 {shape.outer_stride, shape.batch_stride}) &&
-         in_range(shape.outer_stride) && in_range(shape.batch_stride) && shape.inner < INT32_MAX &&
-         shape.outer < INT32_MAX && shape.batch < INT32_MAX;
 }
 
 /// Encodes a map for boxes of kSwizzleBytes by `outer_box`. Elements outside the matrices read as

@@ -1,27 +1,23 @@
 #pragma once
 
-// The kernels behind matmul(), each in a file of its name in ops/matmul; choose.cu selects one.
+// The kernels behind matmul(), each in a file of its name in ops/matmul. plans.h has the operands
+// that they take, and their blocks.
 
 #include "torchkiln/kernels/matmul.h"
 
 namespace torchkiln::gemm {
 
 namespace sm90 {
-/// Whether TMA can read the operands in place. Does not query the device.
-bool fits(const Matmul& arguments);
 /// Runs on compute capability 9.0 only, on this many SMs.
 Status matmul(const Matmul& arguments, int multiprocessors, CUstream_st* stream);
 
-/// fits() and matmul() for products with a gate in the epilogue.
-bool fits_gate(const Matmul& arguments);
-bool fits_gate(const GateGradient& arguments);
+/// matmul() with a gate in the epilogue.
 Status matmul_gate(const Matmul& arguments, int multiprocessors, CUstream_st* stream);
 Status matmul_gate(const GateGradient& arguments, int multiprocessors, CUstream_st* stream);
 }  // namespace sm90
 
 namespace tensor_core {
-/// Whether the compiled code has the tensor-core instructions. Half precision only.
-bool is_available();
+/// Half precision only, in code for 8.0 or later.
 Status matmul(const Matmul& arguments, CUstream_st* stream);
 }  // namespace tensor_core
 

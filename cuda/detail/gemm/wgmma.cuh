@@ -23,10 +23,6 @@ inline constexpr int kDepth = 16;
 /// the other two. Warp w has the rows from 16 w on.
 inline constexpr int kSums = kRows * kColumns / 128;
 
-/// The contiguous dimension of an operand: the dimension that is summed (k), or the one that it
-/// shares with the result (rows of A, columns of B).
-enum class Major { k, outer };
-
 /// The descriptor of an operand in a panel of swizzled rows of 128 bytes. It holds the distances
 /// between blocks of 8 rows by 128 bytes, in units of 16 bytes:
 ///

@@ -4,16 +4,10 @@
 // matrices.
 
 #include "detail/sparse/csr_split.cuh"
-#include "torchkiln/device/alignment.h"
 #include "torchkiln/device/vec.cuh"
 
 namespace torchkiln::sparse {
 using namespace device;
-
-/// Elements of the widest vectors that rows can be read in.
-inline int lanes_of(const DenseRows& rows, int64_t width, Dtype dtype) {
-  return widest_lanes(rows.data, dtype, {width, rows.row_stride, rows.batch_stride});
-}
 
 /// Returns null if rows, columns and strides fit the kernels' 32-bit integers, else an error
 /// message.

@@ -11,36 +11,22 @@
 // A chunk has pieces of at most two long rows: the row of its first entry (head), and a row that
 // begins inside the chunk and continues after it (tail). A warp or more work on each chunk, a group
 // of threads on each row. This needs no counting before the launch, whatever the row lengths are.
+
+#include "detail/sparse/plans.h"
 #include "torchkiln/device/launch.cuh"
 #include "torchkiln/device/warp.cuh"
-#include "torchkiln/kernels/spmm.h"
 
 namespace torchkiln::sparse {
 using namespace device;
 
-struct Chunks {
-  int64_t size;
-  int64_t count;  // 0: no row is long
-};
-
-/// A row is long if it has more entries than `least` and several times the mean length, so that
-/// the pieces of an even matrix are its rows.
-inline Chunks make_chunks(const CsrPattern& pattern, int64_t least) {
-  constexpr int64_t kMax = 4096;
-  int64_t size = least;
-  while (size < kMax && size * pattern.rows < 2 * pattern.entries) size *= 2;
-  return {size, pattern.entries > size ? ceil_div(pattern.entries, size) : 0};
+/// Where the rows of a matrix begin, and the columns of its entries.
+template <class Index>
+__device__ __forceinline__ const Index* begins_of(const CsrPattern& pattern, int64_t matrix) {
+  return static_cast<const Index*>(pattern.crow) + matrix * pattern.crow_batch_stride;
 }
-
-/// Assignment of threads: the first groups of 1 << chunk_log2 threads, a warp or more, have one
-/// chunk each; all further threads work on rows, in groups of 1 << group_log2 threads.
-struct Units {
-  Chunks chunks;
-  int group_log2;
-};
-
-inline int64_t thread_count(const CsrPattern& pattern, const Units& units, int chunk_log2) {
-  return (units.chunks.count << chunk_log2) + (pattern.rows << units.group_log2);
+template <class Index>
+__device__ __forceinline__ const Index* columns_of(const CsrPattern& pattern, int64_t matrix) {
+  return static_cast<const Index*>(pattern.col) + matrix * pattern.col_batch_stride;
 }
 
 template <class Index>

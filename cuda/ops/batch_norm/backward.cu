@@ -21,7 +21,7 @@ namespace torchkiln::cuda {
 namespace {
 
 template <class C, int kThreads>
-__global__ void __launch_bounds__(kTotalThreads)
+__global__ void __launch_bounds__(kChannelTotalThreads)
     add_sums(BatchNormBackward p, const C* partial, int64_t parts, int64_t columns) {
   wait_for_previous_kernel();
   const int64_t channels = p.layout.channels;

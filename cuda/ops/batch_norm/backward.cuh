@@ -260,12 +260,8 @@ Status launch_sums(const BatchNormBackward& p, const ChannelPass& pass, Allocate
       p, pass, [&](auto access, auto act, const Grid& grid) {
         using Access = decltype(access);
         using C = typename Access::C;
-        // With several waves of blocks, the last steps of each block would take longer than a
-        // kernel.
-        const bool finishes = plan.parts == 1 && plan.columns == p.layout.channels &&
-                              plan.tiles <= current_device().multiprocessors * kBackwardBlocks;
         C* partial = nullptr;
-        if (p.needs_sums() && !finishes) {
+        if (p.needs_sums() && !finishes_sums(p, plan, current_device())) {
           const auto sums = static_cast<size_t>(plan.parts * plan.columns) * 2;
           partial = static_cast<C*>(allocate(sums * sizeof(C)));
         }

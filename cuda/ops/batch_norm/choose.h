@@ -61,6 +61,14 @@ inline constexpr int64_t kWholeItems = 8;
 /// larger tensors do not fit the L2 cache, where the second of two kernels reads one tensor less.
 inline constexpr int64_t kMostWithResidual = int64_t{1} << 24;
 
+// Totals of the parts of each channel: a block adds up kChannelsOfTotal channels.
+inline constexpr int kChannelTotalThreads = 512;
+inline constexpr int kChannelsOfTotal = 8;  // 32 bytes of float32, a sector
+inline constexpr int kThreadsOfTotal = kChannelTotalThreads / kChannelsOfTotal;
+inline constexpr int kTotalLoads = 6;  // of a thread at a time
+/// Fewest channels of one thread each: about as many as resident blocks of kChannelsOfTotal have.
+inline constexpr int64_t kManyTotals = 4096;
+
 /// How the elements are shared among blocks and threads. Depends only on shape and device.
 struct ChannelPlan {
   ChannelLayout layout;
@@ -227,6 +235,27 @@ inline ChannelPass choose_passes(const BatchNormBackward& p, const Device& devic
   const int blocks = backward_blocks(static_cast<int64_t>(size_of(p.dtype)), pass.lanes);
   if (blocks == kBackwardBlocks) return pass;
   return make_channel_pass(p.dtype, p.layout, tensors, blocks, device);
+}
+
+/// Whether the kernel of the sums has all terms of its channels, so that no other kernel adds them.
+/// With several waves of blocks, the last steps of each block would take longer than a kernel.
+inline bool finishes_sums(const BatchNormBackward& p, const ChannelPlan& plan,
+                          const Device& device) {
+  return plan.parts == 1 && plan.columns == p.layout.channels &&
+         plan.tiles <= device.multiprocessors * kBackwardBlocks;
+}
+
+/// The kernel that adds the parts of channels: kThreadsOfTotal threads for each, or one thread each
+/// where many channels have few parts.
+struct TotalPlan {
+  bool has_one;
+  int64_t blocks;
+};
+
+/// `terms`: partial sums of each channel.
+inline TotalPlan choose_totals(int64_t channels, int64_t terms) {
+  const bool has_one = terms <= kTotalLoads && channels >= kManyTotals;
+  return {has_one, ceil_div(channels, has_one ? kChannelTotalThreads : kChannelsOfTotal)};
 }
 
 /// The kernels of a backward: `resident`; or sums, their total and grad_x. Both sums and grad_x use

@@ -22,7 +22,7 @@ namespace {
 
 /// Merges the parts of each channel: sums the distances of the parts' means from the first mean.
 template <class C, int kThreads>
-__global__ void __launch_bounds__(kTotalThreads)
+__global__ void __launch_bounds__(kChannelTotalThreads)
     merge_parts(BatchNorm p, const Moments* partial, int64_t parts, int64_t columns) {
   wait_for_previous_kernel();
   const int64_t channels = p.layout.channels;

@@ -1,19 +1,12 @@
 #pragma once
 
-// Totals of the parts of each channel. A block adds up kChannelsOfTotal channels with
-// kThreadsOfTotal threads each, or with one thread each where many channels have few parts.
+// Totals of the parts of each channel, with the threads that choose_totals() selects.
 
+#include "choose.h"
 #include "torchkiln/device/warp.cuh"
 
 namespace torchkiln::cuda {
 namespace {
-
-constexpr int kTotalThreads = 512;
-constexpr int kChannelsOfTotal = 8;  // 32 bytes of float32, a sector
-constexpr int kThreadsOfTotal = kTotalThreads / kChannelsOfTotal;
-constexpr int kTotalLoads = 6;  // of a thread at a time
-/// Fewest channels of one thread each: about as many as resident blocks of kChannelsOfTotal have.
-constexpr int64_t kManyTotals = 4096;
 
 /// The partial sums of a channel that a thread adds. Threads with adjacent indices have adjacent
 /// channels, or adjacent columns of one channel. kThreads: threads of a channel.
@@ -59,7 +52,7 @@ class ChannelParts {
   }
 
  private:
-  static constexpr int kChannels = kTotalThreads / kThreads;  // of a block
+  static constexpr int kChannels = kChannelTotalThreads / kThreads;  // of a block
   int64_t stride_;
   uint32_t period_;
   uint32_t count_;
@@ -83,7 +76,7 @@ __device__ __forceinline__ bool add_total(const ChannelParts<kThreadsOfTotal>& o
 #pragma unroll
   for (int v = 0; v < kValues; ++v) shared[v][own.within_block()][own.thread()] = sums[v];
   __syncthreads();
-  for (int i = warp; i < kValues * kChannelsOfTotal; i += kTotalThreads / kWarpLanes) {
+  for (int i = warp; i < kValues * kChannelsOfTotal; i += kChannelTotalThreads / kWarpLanes) {
     double* const of = shared[i / kChannelsOfTotal][i % kChannelsOfTotal];
     const double sum = device::reduce_warp(of[lane] + of[lane + kWarpLanes], device::Sum{});
     __syncwarp();
@@ -98,11 +91,10 @@ __device__ __forceinline__ bool add_total(const ChannelParts<kThreadsOfTotal>& o
 /// Calls body(threads of a channel as a type, grid). `terms`: partial sums of each channel.
 template <class Body>
 Status with_threads_of_total(int64_t channels, int64_t terms, const Body& body) {
-  const bool has_one = terms <= kTotalLoads && channels >= kManyTotals;
-  const int64_t blocks = ceil_div(channels, has_one ? kTotalThreads : kChannelsOfTotal);
-  const Grid grid{dim3(static_cast<unsigned>(blocks)), kTotalThreads};
-  return has_one ? body(std::integral_constant<int, 1>{}, grid)
-                 : body(std::integral_constant<int, kThreadsOfTotal>{}, grid);
+  const TotalPlan plan = choose_totals(channels, terms);
+  const Grid grid{dim3(static_cast<unsigned>(plan.blocks)), kChannelTotalThreads};
+  return plan.has_one ? body(std::integral_constant<int, 1>{}, grid)
+                      : body(std::integral_constant<int, kThreadsOfTotal>{}, grid);
 }
 
 }  // namespace

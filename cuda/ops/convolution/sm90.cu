@@ -9,8 +9,6 @@
 //   producer     one thread: copies panels of the weight and of x into a ring of stages
 //   multipliers  two warpgroups: 64 channels each; they round, add up the moments and store
 
-#include <algorithm>
-
 #include "detail/gemm/sm90_roles.cuh"
 #include "pixels.h"
 #include "torchkiln/device/launch.cuh"
@@ -20,7 +18,7 @@ namespace {
 
 using reduce::Moments;
 
-constexpr int kPixels = kTileColumns;  // per tile
+constexpr int kPixels = cuda::kTilePixels;
 
 struct PixelParameters {
   CUtensorMap weight;
@@ -208,61 +206,36 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-MapShape matrix_of(const void* data, int64_t rows, int64_t columns) {
-  return {data, columns, rows, 1, columns, rows * columns};
-}
-
-int64_t channel_tiles_of(const PixelConvolution& p) { return ceil_div(p.out, kTileRows); }
-
 template <class T>
-Status convolution_of(const PixelConvolution& p, Moments* moments, int64_t parts,
+Status convolution_of(const PixelConvolution& p, const cuda::PixelPlan& plan, Moments* moments,
                       CUstream_st* stream) {
   PixelParameters parameters{};
   Status status =
-      make_tensor_map<T>(parameters.weight, matrix_of(p.weight, p.out, p.in), kPanelWidth);
+      make_tensor_map<T>(parameters.weight, describe_rows(p.weight, p.out, p.in), kPanelWidth);
   if (status.ok())
-    status = make_tensor_map<T>(parameters.x, matrix_of(p.x, p.pixels, p.in), kPanelWidth);
+    status = make_tensor_map<T>(parameters.x, describe_rows(p.x, p.pixels, p.in), kPanelWidth);
   if (status.ok())
-    status = make_tensor_map<T>(parameters.y, matrix_of(p.y, p.pixels, p.out), kPixels);
+    status = make_tensor_map<T>(parameters.y, describe_rows(p.y, p.pixels, p.out), kPixels);
   if (!status.ok()) return status;
   parameters.moments = moments;
   parameters.pixels = static_cast<int>(p.pixels);
   parameters.out = static_cast<int>(p.out);
   parameters.depth_steps = static_cast<int>(ceil_div(p.in, kTileDepth));
-  parameters.channel_tiles = static_cast<int>(channel_tiles_of(p));
-  parameters.pixel_tiles = static_cast<int>(ceil_div(p.pixels, kPixels));
-  parameters.parts = static_cast<int>(parts);
-  constexpr int kSharedBytes = sizeof(PixelShared<T>);
-  static_assert(kSharedBytes <= 227 * 1024, "more shared memory than a block can have");
-  const auto blocks = static_cast<unsigned>(parts * channel_tiles_of(p));
-  const Grid grid{dim3(blocks), dim3(kThreads), 1, kSharedBytes};
+  parameters.channel_tiles = static_cast<int>(plan.channel_tiles);
+  parameters.pixel_tiles = static_cast<int>(plan.pixel_tiles);
+  parameters.parts = static_cast<int>(plan.parts);
+  static_assert(sizeof(PixelShared<T>) == kPixelSharedBytes);
+  const auto blocks = static_cast<unsigned>(plan.blocks.count);
+  const Grid grid{dim3(blocks), dim3(kThreads), 1, kPixelSharedBytes};
   return launch_kernel(pixel_convolution_kernel<T>, grid, /*overlaps=*/true, stream, parameters);
 }
 
 }  // namespace
 
-int64_t parts_of(const PixelConvolution& p, int multiprocessors) {
-  const auto fits = [&](const void* data, int64_t rows, int64_t columns) {
-    return fits_tensor_map(matrix_of(data, rows, columns), p.dtype);
-  };
-  if (size_of(p.dtype) != 2 || p.pixels == 0 || p.in == 0 || p.out == 0) return 0;
-  if (!fits(p.x, p.pixels, p.in) || !fits(p.weight, p.out, p.in) || !fits(p.y, p.pixels, p.out))
-    return 0;
-  const int64_t most = std::max<int64_t>(multiprocessors / channel_tiles_of(p), 1);
-  return std::min(most, ceil_div(p.pixels, kPixels));
-}
-
-double share_at_work(const PixelConvolution& p, int multiprocessors) {
-  const int64_t tiles = ceil_div(p.pixels, kPixels);
-  const int64_t rounds = ceil_div(tiles, parts_of(p, multiprocessors));
-  return static_cast<double>(tiles * channel_tiles_of(p)) /
-         static_cast<double>(rounds * multiprocessors);
-}
-
-Status pixel_convolution(const PixelConvolution& p, Moments* moments, int64_t parts,
+Status pixel_convolution(const PixelConvolution& p, const cuda::PixelPlan& plan, Moments* moments,
                          CUstream_st* stream) {
-  if (p.dtype == Dtype::float16) return convolution_of<__half>(p, moments, parts, stream);
-  return convolution_of<__nv_bfloat16>(p, moments, parts, stream);
+  if (p.dtype == Dtype::float16) return convolution_of<__half>(p, plan, moments, stream);
+  return convolution_of<__nv_bfloat16>(p, plan, moments, stream);
 }
 
 }  // namespace torchkiln::gemm::sm90

@@ -7,16 +7,8 @@
 namespace torchkiln::gemm::simt {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kGridSide = 16;  // threads along a side of the tile
-constexpr int kTileDepth = 8;
-
-/// Sums per thread along each side. float64 has half as many, because they take twice the
-/// registers.
 template <class C>
-constexpr int kEach = sizeof(C) == 8 ? 4 : 8;
-template <class C>
-constexpr int kTileSide = kEach<C> * kGridSide;
+constexpr int kTileSide = tile_side(sizeof(C));
 
 /// An operand's tile on its way from global to shared memory, through registers: the loads of the
 /// next tile are in flight while the current one is multiplied.
@@ -26,8 +18,8 @@ class Operand {
   using C = Compute<T>;
   static constexpr int kSide = kTileSide<C>;
   static constexpr int kItems = kSide * kTileDepth / kThreads;
-  static constexpr int kPitch = kSide + 4;  // adjacent k lie in different banks
-  using Panel = C[kTileDepth][kPitch];
+  using Panel = C[kTileDepth][kSide + kPadding];
+  static_assert(sizeof(Panel) == panel_bytes(sizeof(C)));
 
   /// Adjacent threads read adjacent elements, whichever dimension is contiguous.
   __device__ __forceinline__ Operand(const void* data, int64_t outer, int64_t depth,
@@ -90,7 +82,7 @@ __global__ void __launch_bounds__(kThreads)
     matmul_kernel(Matmul p, SquareTiles<T> tiles, MatmulResults<T> results) {
   wait_for_previous_kernel();
   using C = Compute<T>;
-  constexpr int kSums = kEach<C>;
+  constexpr int kSums = sums_of(sizeof(C));
   __shared__ typename Operand<T>::Panel tiles_a[2];
   __shared__ typename Operand<T>::Panel tiles_b[2];
   const auto tile = tiles.at(blockIdx.x);
@@ -143,7 +135,7 @@ Status matmul(const Matmul& p, cudaStream_t stream) {
     using T = typename decltype(tag)::type;
     const SquareTiles<T> tiles(p);
     if (tiles.count > kMaxGridX) return {"more tiles than a grid has blocks"};
-    const Grid grid{dim3(static_cast<unsigned>(tiles.count)), dim3(kThreads)};
+    const Grid grid{dim3(static_cast<unsigned>(blocks_of(p).count)), dim3(kThreads)};
     return launch_overlapped(matmul_kernel<T>, grid, stream, p, tiles, MatmulResults<T>(p));
   });
 }

@@ -15,9 +15,9 @@ __global__ void __launch_bounds__(kThreads, 1) matmul_kernel(const __grid_consta
 }
 
 template <class T, Major kMajorA, Major kMajorB>
-Status launch(const Parameters& parameters, int multiprocessors, cudaStream_t stream) {
-  return launch_kernel(matmul_kernel<T, kMajorA, kMajorB>, grid_of<T>(parameters, multiprocessors),
-                       /*overlaps=*/true, stream, parameters);
+Status launch(const Parameters& parameters, const Grid& grid, cudaStream_t stream) {
+  return launch_kernel(matmul_kernel<T, kMajorA, kMajorB>, grid, /*overlaps=*/true, stream,
+                       parameters);
 }
 
 template <class T>
@@ -30,23 +30,17 @@ Status matmul_of(const Matmul& p, int multiprocessors, cudaStream_t stream) {
     status = make_tensor_map<T>(parameters.preactivation, describe_result(p, p.preactivation),
                                 kStripRows);
   if (!status.ok()) return status;
+  const Grid grid = grid_of<T>(p, multiprocessors);
   const bool k_major_b = describe_b(p).major == Major::k;
   if (describe_a(p).major == Major::k) {
-    return k_major_b ? launch<T, Major::k, Major::k>(parameters, multiprocessors, stream)
-                     : launch<T, Major::k, Major::outer>(parameters, multiprocessors, stream);
+    return k_major_b ? launch<T, Major::k, Major::k>(parameters, grid, stream)
+                     : launch<T, Major::k, Major::outer>(parameters, grid, stream);
   }
-  return k_major_b ? launch<T, Major::outer, Major::k>(parameters, multiprocessors, stream)
-                   : launch<T, Major::outer, Major::outer>(parameters, multiprocessors, stream);
+  return k_major_b ? launch<T, Major::outer, Major::k>(parameters, grid, stream)
+                   : launch<T, Major::outer, Major::outer>(parameters, grid, stream);
 }
 
 }  // namespace
-
-bool fits(const Matmul& p) {
-  return fits_copies(p) && fits_tensor_map(describe_result(p, p.out), p.dtype) &&
-         (p.preactivation == nullptr ||
-          fits_tensor_map(describe_result(p, p.preactivation), p.dtype)) &&
-         aligned(p.residual);
-}
 
 Status matmul(const Matmul& p, int multiprocessors, cudaStream_t stream) {
   if (p.dtype == Dtype::float16) return matmul_of<__half>(p, multiprocessors, stream);

@@ -168,8 +168,8 @@ Status gate_of(const Matmul& p, int multiprocessors, cudaStream_t stream) {
     status = make_tensor_map<T>(parameters.preactivation, describe_result(p, p.preactivation),
                                 kStripRows);
   if (!status.ok()) return status;
-  return launch_kernel(gate_kernel<T>, grid_of<T>(parameters, multiprocessors), /*overlaps=*/true,
-                       stream, parameters, static_cast<T*>(p.out));
+  return launch_kernel(gate_kernel<T>, grid_of<T>(p, multiprocessors), /*overlaps=*/true, stream,
+                       parameters, static_cast<T*>(p.out));
 }
 
 template <class T>
@@ -179,31 +179,15 @@ Status gate_gradient_of(const GateGradient& p, int multiprocessors, cudaStream_t
   if (!status.ok()) return status;
   const GateTensors<T> tensors{static_cast<const T*>(p.gate_up), static_cast<T*>(p.grad_gate_up),
                                static_cast<T*>(p.product.out)};
-  return launch_kernel(gate_gradient_kernel<T>, grid_of<T>(parameters, multiprocessors),
+  return launch_kernel(gate_gradient_kernel<T>, grid_of<T>(p.product, multiprocessors),
                        /*overlaps=*/true, stream, parameters, tensors);
 }
 
-bool is_plain(const Matmul& p) { return p.batch == 1 && p.scale == 1 && p.residual == nullptr; }
-
 }  // namespace
-
-bool fits_gate(const Matmul& p) {
-  return is_plain(p) && fits_copies(p) && describe_a(p).major == Major::k &&
-         describe_b(p).major == Major::k && p.n % (2 * kPanelWidth) == 0 && aligned(p.out) &&
-         aligned(p.preactivation);
-}
 
 Status matmul_gate(const Matmul& p, int multiprocessors, cudaStream_t stream) {
   if (p.dtype == Dtype::float16) return gate_of<__half>(p, multiprocessors, stream);
   return gate_of<__nv_bfloat16>(p, multiprocessors, stream);
-}
-
-bool fits_gate(const GateGradient& p) {
-  const Matmul& product = p.product;
-  return is_plain(product) && fits_copies(product) && describe_a(product).major == Major::k &&
-         describe_b(product).major == Major::outer &&
-         product.n % vector_lanes(product.dtype) == 0 && aligned(product.out) &&
-         aligned(p.gate_up) && aligned(p.grad_gate_up);
 }
 
 Status matmul_gate(const GateGradient& p, int multiprocessors, cudaStream_t stream) {

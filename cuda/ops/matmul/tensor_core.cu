@@ -16,16 +16,10 @@
 
 #include "detail/gemm/tiles.cuh"
 #include "detail/gemm/variants.h"
-#include "torchkiln/device/alignment.h"
 
 namespace torchkiln::gemm::tensor_core {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kSide = 128;
-constexpr int kDepth = 32;
-constexpr int kStages = 3;
-constexpr int kLanes = 8;  // of a 16-byte vector
 // Unused below compute capability 8.0, which does not have these instructions.
 [[maybe_unused]] constexpr int kWarpRows = 64;
 [[maybe_unused]] constexpr int kWarpColumns = 32;
@@ -33,10 +27,6 @@ constexpr int kLanes = 8;  // of a 16-byte vector
 [[maybe_unused]] constexpr int kStepRows = 16;
 [[maybe_unused]] constexpr int kStepColumns = 8;
 [[maybe_unused]] constexpr int kStepDepth = 16;
-
-/// Memory order of an operand. The elements of a strided operand are loaded one by one; in shared
-/// memory k is adjacent.
-enum class Order { k_adjacent, outer_adjacent, strided };
 
 /// One operand of this block: where its panels begin.
 template <class T>
@@ -222,35 +212,22 @@ __global__ void __launch_bounds__(kThreads)
 #endif
 }
 
-/// The memory order of an operand. The stride of a dimension of size 1 is arbitrary.
-Order order_of(const Matrices& from, int64_t outer, int64_t depth, int64_t outer_stride,
-               int64_t depth_stride) {
-  const auto in_vectors = [&](int64_t size, int64_t stride) {
-    return rows_in_vectors(from.data, kLanes, {from.batch_stride, size == 1 ? 0 : stride});
-  };
-  if ((depth_stride == 1 || depth == 1) && in_vectors(outer, outer_stride))
-    return Order::k_adjacent;
-  if ((outer_stride == 1 || outer == 1) && in_vectors(depth, depth_stride))
-    return Order::outer_adjacent;
-  return Order::strided;
-}
-
 template <class T, Order kOrderA, Order kOrderB>
 Status launch(const Matmul& p, cudaStream_t stream) {
+  static_assert(sizeof(Stage<T, kOrderA, kOrderB>) == panel_bytes(kOrderA) + panel_bytes(kOrderB));
   const Tiles<kSide, kSide> tiles(p);
   if (tiles.count > kMaxGridX) return {"more tiles than a grid has blocks"};
-  Grid grid{dim3(static_cast<unsigned>(tiles.count)), dim3(kThreads)};
-  grid.shared_bytes = kStages * static_cast<int>(sizeof(Stage<T, kOrderA, kOrderB>));
+  const Blocks blocks = blocks_of(p, {kOrderA, kOrderB});
+  const Grid grid{dim3(static_cast<unsigned>(blocks.count)), dim3(kThreads), 1,
+                  blocks.shared_bytes};
   return launch_overlapped(matmul_kernel<T, kOrderA, kOrderB>, grid, stream, p, tiles,
                            MatmulResults<T>(p));
 }
 
 template <class T>
 Status matmul_of(const Matmul& p, cudaStream_t stream) {
-  const Order a = order_of(p.a, p.m, p.k, p.a.row_stride, p.a.column_stride);
-  const Order b = order_of(p.b, p.n, p.k, p.b.column_stride, p.b.row_stride);
-  if (a == Order::strided || b == Order::strided)
-    return launch<T, Order::strided, Order::strided>(p, stream);
+  const auto [a, b] = orders_of(p);
+  if (a == Order::strided) return launch<T, Order::strided, Order::strided>(p, stream);
   if (a == Order::k_adjacent) {
     return b == Order::k_adjacent ? launch<T, Order::k_adjacent, Order::k_adjacent>(p, stream)
                                   : launch<T, Order::k_adjacent, Order::outer_adjacent>(p, stream);
@@ -262,22 +239,9 @@ Status matmul_of(const Matmul& p, cudaStream_t stream) {
 
 }  // namespace
 
-bool is_available() {
-  // Decided by the compiled code, not by the GPU: a driver may translate code for an older
-  // architecture.
-  cudaFuncAttributes code;
-  constexpr int kSince = 80;
-  if (cudaFuncGetAttributes(&code, matmul_kernel<__half, Order::k_adjacent, Order::k_adjacent>) ==
-      cudaSuccess)
-    return code.ptxVersion >= kSince;
-  (void)cudaGetLastError();
-  return false;
-}
-
 Status matmul(const Matmul& p, cudaStream_t stream) {
   if (p.dtype == Dtype::float16) return matmul_of<__half>(p, stream);
-  if (p.dtype == Dtype::bfloat16) return matmul_of<__nv_bfloat16>(p, stream);
-  return {"the tensor cores multiply half precision alone"};
+  return matmul_of<__nv_bfloat16>(p, stream);
 }
 
 }  // namespace torchkiln::gemm::tensor_core

@@ -1,4 +1,9 @@
-// Patterns of sparse matrices: transposition and validation. ranks.cuh transposes few entries.
+// Patterns of sparse matrices: transposition and validation. choose_transpose.h selects how a
+// pattern is transposed:
+//
+//   ranks      ranks.cuh: few entries, each of which counts the entries before it
+//   counting   counters of all columns in shared memory, in one or two launches
+//   radix      radix sort by column, in six launches or more
 
 #include <cub/block/block_scan.cuh>
 #include <cub/device/device_radix_sort.cuh>
@@ -11,8 +16,8 @@ using namespace device;
 using namespace sparse;
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kItems = 4;  // entries per thread
+constexpr int kThreads = kLabelThreads;
+constexpr int kItems = kLabelItems;
 
 /// Arrays for the transposition, with one element per entry of every matrix.
 struct Entries {
@@ -53,9 +58,8 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t first = warp * warpSize * kItems;
   const int64_t last = min(first + warpSize * kItems, p.pattern.entries);
   if (first >= last) return;
-  const auto* crow =
-      static_cast<const Index*>(p.pattern.crow) + matrix * p.pattern.crow_batch_stride;
-  const auto* col = static_cast<const Index*>(p.pattern.col) + matrix * p.pattern.col_batch_stride;
+  const Index* crow = begins_of<Index>(p.pattern, matrix);
+  const Index* col = columns_of<Index>(p.pattern, matrix);
   const int rows = static_cast<int>(p.pattern.rows);
   const int first_row = row_of(crow, rows, first);
   const int last_row = row_of(crow, rows, last - 1);
@@ -98,31 +102,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// ---- counting sort: one or two launches instead of the six or more of a radix sort ----
-
-constexpr int kSortThreads = 1024;
-constexpr int kMostRounds = 4;
-constexpr int64_t kMostBlocks = 132;
-constexpr int64_t kMostSortedColumns = 1 << 13;  // counters in shared memory
-/// Every block reads the counts of all blocks: 256 KB take about 4 us.
-constexpr int64_t kMostCounts = 1 << 16;
-
-/// Blocks per matrix, which sort `rounds` times kSortThreads entries each.
-struct Counting {
-  int64_t blocks;  // 0: there are too many entries or columns
-  int rounds;
-};
-
-Counting plan_counting(const CsrPattern& pattern) {
-  if (pattern.columns > kMostSortedColumns) return {};
-  if (pattern.entries <= 2 * kSortThreads) return {pattern.entries > 0 ? 1 : 0, 2};
-  for (int rounds = 1; rounds <= kMostRounds; ++rounds) {
-    const int64_t blocks = ceil_div(pattern.entries, int64_t{kSortThreads} * rounds);
-    if (blocks <= kMostBlocks && blocks * pattern.columns <= kMostCounts) return {blocks, rounds};
-  }
-  return {};
-}
-
 __device__ __forceinline__ void set_to_zero(int* shared, int count) {
   for (int i = threadIdx.x; i < count; i += kSortThreads) shared[i] = 0;
   __syncthreads();
@@ -139,7 +118,7 @@ __device__ __forceinline__ void count_entries(const Index* col, int64_t first, i
 /// Counts the columns in the entries of each block.
 template <class Index>
 __global__ void __launch_bounds__(kSortThreads)
-    count_columns(CsrTranspose p, Counting plan, int32_t* counts) {
+    count_columns(CsrTranspose p, CountingPlan plan, int32_t* counts) {
   extern __shared__ int totals[];
   wait_for_previous_kernel();
   const int64_t matrix = blockIdx.x / plan.blocks;
@@ -147,8 +126,8 @@ __global__ void __launch_bounds__(kSortThreads)
   const int64_t first = (blockIdx.x - matrix * plan.blocks) * size;
   const int columns = static_cast<int>(p.pattern.columns);
   set_to_zero(totals, columns);
-  count_entries(static_cast<const Index*>(p.pattern.col) + matrix * p.pattern.col_batch_stride,
-                first, min(first + size, p.pattern.entries), totals);
+  count_entries(columns_of<Index>(p.pattern, matrix), first, min(first + size, p.pattern.entries),
+                totals);
   int32_t* to = counts + int64_t{blockIdx.x} * columns;
   for (int c = threadIdx.x; c < columns; c += kSortThreads) to[c] = totals[c];
 }
@@ -157,8 +136,9 @@ __global__ void __launch_bounds__(kSortThreads)
 /// a matrix has one block, which counts its own.
 template <class Index>
 __global__ void __launch_bounds__(kSortThreads)
-    place_entries(CsrTranspose p, Counting plan, const int32_t* counts, int64_t packed) {
+    place_entries(CsrTranspose p, CountingPlan plan, const int32_t* counts, int64_t packed) {
   using Scan = cub::BlockScan<int, kSortThreads>;
+  static_assert(sizeof(typename Scan::TempStorage) <= kScanBytes);
   __shared__ typename Scan::TempStorage scan_storage;
   extern __shared__ int totals[];  // entries of each column, then the next place of each column
   wait_for_previous_kernel();
@@ -169,9 +149,8 @@ __global__ void __launch_bounds__(kSortThreads)
   const int64_t last = min((block + 1) * size, entries);
   const int columns = static_cast<int>(p.pattern.columns);
   const int rows = static_cast<int>(p.pattern.rows);
-  const auto* crow =
-      static_cast<const Index*>(p.pattern.crow) + matrix * p.pattern.crow_batch_stride;
-  const auto* col = static_cast<const Index*>(p.pattern.col) + matrix * p.pattern.col_batch_stride;
+  const Index* crow = begins_of<Index>(p.pattern, matrix);
+  const Index* col = columns_of<Index>(p.pattern, matrix);
   int32_t* begins = p.out + matrix * packed;
   int32_t* row_to = begins + columns + 1;
   int32_t* order_to = row_to + entries;
@@ -244,9 +223,8 @@ __global__ void __launch_bounds__(kThreads) check_rows(CsrCheck p, int64_t block
   const int64_t thread = (blockIdx.x - matrix * blocks_per_matrix) * kThreads + threadIdx.x;
   const int64_t row = thread / warpSize;
   if (row > p.pattern.rows) return;
-  const auto* crow =
-      static_cast<const Index*>(p.pattern.crow) + matrix * p.pattern.crow_batch_stride;
-  const auto* col = static_cast<const Index*>(p.pattern.col) + matrix * p.pattern.col_batch_stride;
+  const Index* crow = begins_of<Index>(p.pattern, matrix);
+  const Index* col = columns_of<Index>(p.pattern, matrix);
   const int64_t entries = p.pattern.entries;
   int faults = 0;
   const auto report = [&](CsrFault fault, bool is_there) {
@@ -273,13 +251,13 @@ Status with_index(bool wide, const Body& body) {
   return wide ? body(TypeTag<int64_t>{}) : body(TypeTag<int32_t>{});
 }
 
-Status count_and_place(const CsrTranspose& p, const Counting& plan, Allocate allocate,
+Status count_and_place(const CsrTranspose& p, const CountingPlan& plan, Allocate allocate,
                        cudaStream_t stream) {
   const int64_t columns = p.pattern.columns;
   const int64_t blocks = plan.blocks * p.batch;
   if (blocks > kMaxGridX) return {"too many matrices for one launch"};
   Grid grid{dim3(static_cast<unsigned>(blocks)), dim3(kSortThreads)};
-  grid.shared_bytes = static_cast<int>(2 * columns * static_cast<int64_t>(sizeof(int)));
+  grid.shared_bytes = counter_bytes(p.pattern);
   int32_t* counts = nullptr;
   if (plan.blocks > 1)
     counts =
@@ -296,24 +274,15 @@ Status count_and_place(const CsrTranspose& p, const Counting& plan, Allocate all
   });
 }
 
-}  // namespace
+Status rank(const CsrTranspose& p, const RankPlan& plan, cudaStream_t stream) {
+  const Grid grid{dim3(static_cast<unsigned>(plan.blocks * p.batch)), dim3(kRankThreads)};
+  return with_index(p.pattern.wide, [&](auto index) {
+    return launch_overlapped(rank_entries<typename decltype(index)::type>, grid, stream, p, plan);
+  });
+}
 
-Status csr_transpose(const CsrTranspose& p, Allocate allocate, CUstream_st* stream) {
-  const int64_t all = p.batch * p.pattern.entries;
-  if (p.batch == 0) return {};
-  if (all >= int64_t{1} << 31 || p.batch * p.pattern.columns >= int64_t{1} << 32)
-    return {"the transposed pattern of 2^31 entries or more is not built, expected fewer"};
-  if (is_ranked(p)) {
-    const RankPlan plan = plan_ranks(p.pattern);
-    return with_index(p.pattern.wide, [&](auto index) {
-      return launch_overlapped(
-          rank_entries<typename decltype(index)::type>,
-          {dim3(static_cast<unsigned>(plan.blocks * p.batch)), dim3(kRankThreads)}, stream, p,
-          plan);
-    });
-  }
-  if (const Counting plan = plan_counting(p.pattern); plan.blocks > 0)
-    return count_and_place(p, plan, allocate, stream);
+Status sort_by_column(const CsrTranspose& p, const RadixPlan& plan, Allocate allocate,
+                      cudaStream_t stream) {
   Entries entries{};
   if (const cudaError_t error = sort(p, entries, stream); error != cudaSuccess)
     return status_of(error);
@@ -325,22 +294,35 @@ Status csr_transpose(const CsrTranspose& p, Allocate allocate, CUstream_st* stre
   entries.sorted_index = reinterpret_cast<int32_t*>(memory + 3 * bytes);
   entries.row = reinterpret_cast<int32_t*>(memory + 4 * bytes);
   entries.temporary = memory + kArrays * bytes;
-  if (all > 0) {
-    const int64_t blocks = ceil_div(p.pattern.entries, kThreads * kItems);
+  if (p.pattern.entries > 0) {
+    const Grid grid{dim3(static_cast<unsigned>(plan.label_blocks * p.batch)), dim3(kThreads)};
     const Status labelled = with_index(p.pattern.wide, [&](auto index) {
-      return launch_overlapped(label_entries<typename decltype(index)::type>,
-                               {dim3(static_cast<unsigned>(blocks * p.batch)), dim3(kThreads)},
-                               stream, p, entries, blocks);
+      return launch_overlapped(label_entries<typename decltype(index)::type>, grid, stream, p,
+                               entries, plan.label_blocks);
     });
     if (!labelled.ok()) return labelled;
     if (const cudaError_t error = sort(p, entries, stream); error != cudaSuccess)
       return status_of(error);
   }
-  const int64_t blocks = ceil_div(max(p.pattern.entries, p.pattern.columns + 1), kThreads);
-  if (blocks * p.batch > kMaxGridX) return {"too many columns for one launch"};
-  return launch_overlapped(pack_transpose,
-                           {dim3(static_cast<unsigned>(blocks * p.batch)), dim3(kThreads)}, stream,
-                           p, entries, blocks, packed_size(p.pattern.columns, p.pattern.entries));
+  const int64_t blocks = plan.pack_blocks * p.batch;
+  if (blocks > kMaxGridX) return {"too many columns for one launch"};
+  return launch_overlapped(pack_transpose, {dim3(static_cast<unsigned>(blocks)), dim3(kThreads)},
+                           stream, p, entries, plan.pack_blocks,
+                           packed_size(p.pattern.columns, p.pattern.entries));
+}
+
+}  // namespace
+
+Status csr_transpose(const CsrTranspose& p, Allocate allocate, CUstream_st* stream) {
+  const int64_t all = p.batch * p.pattern.entries;
+  if (p.batch == 0) return {};
+  if (all >= int64_t{1} << 31 || p.batch * p.pattern.columns >= int64_t{1} << 32)
+    return {"the transposed pattern of 2^31 entries or more is not built, expected fewer"};
+  const TransposePlan plan = choose(p);
+  if (const auto* ranks = std::get_if<RankPlan>(&plan)) return rank(p, *ranks, stream);
+  if (const auto* counting = std::get_if<CountingPlan>(&plan))
+    return count_and_place(p, *counting, allocate, stream);
+  return sort_by_column(p, std::get<RadixPlan>(plan), allocate, stream);
 }
 
 Status csr_check(const CsrCheck& p, CUstream_st* stream) {

@@ -2,9 +2,9 @@
 
 // The transposed pattern of few entries in one launch: the place of an entry is the number of
 // entries before it, by column and then by index, and a column begins at the number of entries in
-// smaller columns. Each block reads all entries; kRankThreads >> lanes_log2 entries or columns of
-// it are counted, by 1 << lanes_log2 threads each.
+// smaller columns.
 
+#include "choose_transpose.h"
 #include "detail/sparse/csr_split.cuh"
 #include "torchkiln/device/vec.cuh"
 
@@ -12,35 +12,6 @@ namespace torchkiln::cuda {
 
 using namespace device;
 using namespace sparse;
-
-constexpr int kRankThreads = 128;
-constexpr int kRankBits = 11;  // of the index of an entry in a key; the other bits are its column
-constexpr int64_t kMostRanked = int64_t{1} << kRankBits;
-/// With 15 million comparisons an H100 takes 9 us longer than for counting.
-constexpr int64_t kMostComparisons = int64_t{1} << 23;
-
-inline bool is_ranked(const CsrTranspose& p) {
-  const int64_t entries = p.pattern.entries, columns = p.pattern.columns;
-  return entries > 0 && entries <= kMostRanked && columns < int64_t{1} << (32 - kRankBits) &&
-         p.batch * entries * (entries + columns) <= kMostComparisons;
-}
-
-struct RankPlan {
-  int lanes_log2;
-  int64_t entry_blocks;  // per matrix; blocks for the columns follow
-  int64_t blocks;        // per matrix
-  int64_t packed;        // elements per matrix of the result
-};
-
-inline RankPlan plan_ranks(const CsrPattern& pattern) {
-  RankPlan plan{};
-  plan.lanes_log2 = pattern.entries > 256 ? 2 : 0;
-  const int64_t targets = kRankThreads >> plan.lanes_log2;
-  plan.entry_blocks = ceil_div(pattern.entries, targets);
-  plan.blocks = plan.entry_blocks + ceil_div(pattern.columns + 1, targets);
-  plan.packed = packed_size(pattern.columns, pattern.entries);
-  return plan;
-}
 
 template <class Index>
 __global__ void __launch_bounds__(kRankThreads) rank_entries(CsrTranspose p, RankPlan plan) {
@@ -51,9 +22,8 @@ __global__ void __launch_bounds__(kRankThreads) rank_entries(CsrTranspose p, Ran
   const int block = static_cast<int>(blockIdx.x - matrix * plan.blocks);
   const int entries = static_cast<int>(p.pattern.entries);
   const int columns = static_cast<int>(p.pattern.columns);
-  const auto* crow =
-      static_cast<const Index*>(p.pattern.crow) + matrix * p.pattern.crow_batch_stride;
-  const auto* col = static_cast<const Index*>(p.pattern.col) + matrix * p.pattern.col_batch_stride;
+  const Index* crow = begins_of<Index>(p.pattern, matrix);
+  const Index* col = columns_of<Index>(p.pattern, matrix);
   const int padded = (entries + 4 * kKeys - 1) & -(4 * kKeys);
 #pragma unroll 8
   for (int e = static_cast<int>(threadIdx.x); e < padded; e += kRankThreads)

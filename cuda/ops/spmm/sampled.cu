@@ -1,7 +1,11 @@
 // The dot product of a row of `left` and a row of `right` for each entry of a sparse pattern: the
-// gradient of the values of a product. Eight lanes read a row, eight entries are in flight. A warp
-// reads wide rows, four vectors of four entries at a time. Few entries have a block each.
+// gradient of the values of a product. choose.h selects who reads a row:
+//
+//   narrow    eight lanes, with eight entries in flight
+//   wide      a warp or more, four vectors of four entries at a time
+//   entries   a block, if entries are few and rows wide, or if elements are far apart
 
+#include "choose.h"
 #include "detail/sparse/csr_launch.cuh"
 
 namespace torchkiln::cuda {
@@ -10,28 +14,7 @@ using namespace device;
 using namespace sparse;
 namespace {
 
-constexpr int kThreads = 128;
-
-/// The rows that a group of kLanes threads has in flight: kSteps vectors per thread of each of
-/// kUnroll entries.
-struct Narrow {
-  static constexpr int kLanes = 8, kUnroll = 8, kSteps = 1;
-};
-struct Wide {
-  static constexpr int kLanes = 32, kUnroll = 4, kSteps = 4;
-};
-
-/// A chunk of wide rows has as many threads as a row.
-template <class Flight>
-TORCHKILN_HOST_DEVICE int chunk_log2_of(const Units& units) {
-  return Flight::kSteps > 1 ? units.group_log2 : 5;
-}
-
-/// Blocks per SM: 72 registers per thread for narrow rows of float32, 128 for wide rows. Other
-/// types need more: 2-byte types widen 8 rows of 16 bytes to 32 bytes each.
-template <class Flight, class T>
-constexpr int kBlocks = Flight::kSteps > 1 ? (sizeof(T) == sizeof(float) ? 4 : 3)
-                                           : (sizeof(T) == sizeof(float) ? 7 : 5);
+constexpr int kThreads = kSpmmThreads;
 
 /// Sums part[u] over kLanes lanes; lane u gets the sum of entry u. Each of the first steps halves
 /// the entries of a lane, so that 8 sums over 8 lanes take 7 shuffles instead of 24.
@@ -53,7 +36,7 @@ __device__ __forceinline__ C sum_over_lanes(C (&part)[U], int lane) {
 }
 
 template <class Flight, class T, class Index, int V>
-__global__ void __launch_bounds__(kThreads, kBlocks<Flight, T>)
+__global__ void __launch_bounds__(kThreads, sampled_blocks<Flight>(sizeof(T)))
     sampled_pieces(SampledProduct p, Units units, int64_t blocks_per_matrix) {
   using C = Compute<T>;
   constexpr int U = Flight::kUnroll;
@@ -62,9 +45,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Flight, T>)
   wait_for_previous_kernel();
   const int64_t batch = blockIdx.x / blocks_per_matrix;
   const int64_t in_matrix = blockIdx.x - batch * blocks_per_matrix;
-  const auto* crow =
-      static_cast<const Index*>(p.pattern.crow) + batch * p.pattern.crow_batch_stride;
-  const auto* col = static_cast<const Index*>(p.pattern.col) + batch * p.pattern.col_batch_stride;
+  const Index* crow = begins_of<Index>(p.pattern, batch);
+  const Index* col = columns_of<Index>(p.pattern, batch);
   const int64_t summed = p.summed ? p.batch : 1;
   const int row_stride = static_cast<int>(p.right.row_stride);
   const int lane = threadIdx.x % kLanes;
@@ -120,8 +102,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Flight, T>)
   for_each_piece(p.pattern, crow, units, chunk_log2_of<Flight>(units), thread, multiply);
 }
 
-constexpr int kEntryThreads = 256;
-
 /// One block per entry of one matrix, for few entries with very wide rows, or with elements of
 /// `right` that are far apart in memory.
 template <class T, class Index>
@@ -156,74 +136,34 @@ __global__ void __launch_bounds__(kEntryThreads) sampled_entries(SampledProduct 
   static_cast<T*>(p.out)[entry] = convert<T>(sum);
 }
 
-/// Whether entries have a block each: a warp would need several rounds for rows of this width.
-bool has_block_per_entry(const SampledProduct& p) {
-  return p.column_stride != 1 || (p.batch == 1 && p.pattern.entries <= 512 && p.width >= 2048);
-}
-
-/// With fewer entries, groups of eight lanes leave most of the GPU idle.
-constexpr int64_t kFewEntries = 1 << 15;
-/// More rows with a warp each take several rounds of all warps of a GPU.
-constexpr int64_t kFewRows = 1 << 12;
-
-/// 1 << result threads have a row of mean length: in two rounds or more, or in about one if there
-/// are few entries. kLanes << k threads have kUnroll << k entries in a round.
-template <class Flight>
-int group_log2_of(const CsrPattern& pattern, int least, int most) {
-  const int64_t mean = pattern.entries / pattern.rows;
-  const int64_t wanted = pattern.entries <= kFewEntries ? 3 * mean / 2 - 1 : mean / 2;
-  int group_log2 = least;
-  while (group_log2 < most && int64_t{Flight::kUnroll} << (group_log2 - least) <= wanted)
-    ++group_log2;
-  return group_log2;
-}
-
-/// Pieces are not added, so they may be short: one or two rounds of a chunk's threads if there are
-/// few entries, though not fewer than rows.
-Chunks chunks_for(const CsrPattern& pattern, int64_t few, int64_t many) {
-  if (pattern.entries > kFewEntries || pattern.entries < pattern.rows)
-    return make_chunks(pattern, many);
-  return {few, pattern.entries > few ? ceil_div(pattern.entries, few) : 0};
-}
-
-Units narrow_units(const CsrPattern& pattern) {
-  return {chunks_for(pattern, 4 * Narrow::kUnroll, 512), group_log2_of<Narrow>(pattern, 3, 5)};
-}
-
-/// A row has several warps, so that each has a few rounds.
-Units wide_units(const CsrPattern& pattern) {
-  const int group_log2 = group_log2_of<Wide>(pattern, 5, 12);
-  return {chunks_for(pattern, int64_t{2 * Wide::kUnroll} << (group_log2 - 5), 64), group_log2};
-}
-
 }  // namespace
 
 Status sampled_product(const SampledProduct& p, CUstream_st* stream) {
   const int64_t outputs = p.summed ? 1 : p.batch;
   if (outputs * p.pattern.rows * p.pattern.entries == 0) return {};
   if (const char* reason = too_large(p.pattern, p.right.row_stride)) return {reason};
-  const int lanes = min(lanes_of(p.left, p.width, p.dtype), lanes_of(p.right, p.width, p.dtype));
-  return dispatch_sparse(p.dtype, p.pattern.wide, lanes, [&](auto type, auto index, auto vector) {
-    using T = typename decltype(type)::type;
-    using Index = typename decltype(index)::type;
-    if (has_block_per_entry(p)) {
-      if (trace::Listener* listener = trace::listening()) listener->noted("one block per entry");
-      if (p.pattern.entries > kMaxGridX) return Status{"too many entries for one launch"};
-      const Grid entries{dim3(static_cast<unsigned>(p.pattern.entries)), dim3(kEntryThreads)};
-      return launch_overlapped(sampled_entries<T, Index>, entries, stream, p);
-    }
-    const int64_t vectors = ceil_div(p.width, vector);
-    const bool are_few = p.pattern.entries <= kFewEntries && p.pattern.rows <= kFewRows;
-    const bool is_wide = vectors > (are_few ? 16 : 64);
-    const Units units = is_wide ? wide_units(p.pattern) : narrow_units(p.pattern);
-    const int chunk_log2 = is_wide ? chunk_log2_of<Wide>(units) : chunk_log2_of<Narrow>(units);
-    const int64_t blocks = ceil_div(thread_count(p.pattern, units, chunk_log2), kThreads);
-    if (blocks * outputs > kMaxGridX) return Status{"too many rows for one launch"};
-    const Grid grid{dim3(static_cast<unsigned>(blocks * outputs)), dim3(kThreads)};
-    const auto kernel =
-        is_wide ? sampled_pieces<Wide, T, Index, vector> : sampled_pieces<Narrow, T, Index, vector>;
-    return launch_overlapped(kernel, grid, stream, p, units, blocks);
-  });
+  const SampledPlan plan = choose(p);
+  return dispatch_sparse(
+      p.dtype, p.pattern.wide, lanes_of(p), [&](auto type, auto index, auto vector) {
+        using T = typename decltype(type)::type;
+        using Index = typename decltype(index)::type;
+        const auto launch = [&](const auto& made) {
+          using Made = std::decay_t<decltype(made)>;
+          if constexpr (std::is_same_v<Made, EntriesPlan>) {
+            if (trace::Listener* listener = trace::listening())
+              listener->noted("one block per entry");
+            if (made.blocks > kMaxGridX) return Status{"too many entries for one launch"};
+            const Grid grid{dim3(static_cast<unsigned>(made.blocks)), dim3(kEntryThreads)};
+            return launch_overlapped(sampled_entries<T, Index>, grid, stream, p);
+          } else {
+            if (made.blocks > kMaxGridX) return Status{"too many rows for one launch"};
+            const Grid grid{dim3(static_cast<unsigned>(made.blocks)), dim3(kThreads)};
+            return launch_overlapped(sampled_pieces<typename Made::Flight, T, Index, vector>, grid,
+                                     stream, p, made.units, made.blocks_per_matrix);
+          }
+        };
+        return std::visit(launch, plan);
+      });
 }
 
 }  // namespace torchkiln::cuda

@@ -27,8 +27,12 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 /// Properties of a GPU that launch plans depend on.
 struct Device {
   int multiprocessors = 1;
-  // Whether launches may overlap and blocks may form clusters. Decided by the compiled code, not by
-  // the GPU: code for an older architecture, translated by the driver, has neither.
+  // Of the compute capability. Code with the suffix "a" runs on one of them alone.
+  int capability_major = 0;
+  // Whether tensor cores multiply half precision, and copies to shared memory are asynchronous; and
+  // whether launches may overlap and blocks may form clusters. Decided by the compiled code, not by
+  // the GPU: code for an older architecture, translated by the driver, has none of these.
+  bool runs_80_code = false;
   bool runs_90_code = false;
   // Shared memory that one block may opt in to.
   int shared_bytes = 48 * 1024;

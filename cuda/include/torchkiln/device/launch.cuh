@@ -47,11 +47,14 @@ inline std::optional<Device> query_device(int device) {
   cudaFuncAttributes code;
   if (cudaDeviceGetAttribute(&found.multiprocessors, cudaDevAttrMultiProcessorCount, device) !=
           cudaSuccess ||
+      cudaDeviceGetAttribute(&found.capability_major, cudaDevAttrComputeCapabilityMajor, device) !=
+          cudaSuccess ||
       cudaDeviceGetAttribute(&found.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin,
                              device) != cudaSuccess ||
       cudaFuncGetAttributes(&code, probe<>) != cudaSuccess) {
     return std::nullopt;
   }
+  found.runs_80_code = code.ptxVersion >= 80;
   found.runs_90_code = code.ptxVersion >= 90;
   found.clusters[0] = found.multiprocessors;
   if (!found.runs_90_code ||

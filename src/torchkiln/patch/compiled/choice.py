@@ -40,8 +40,9 @@ SAME_KERNELS = {
 
 
 class Timed(NamedTuple):
-    """Seconds of forward and backward for rows of one length."""
+    """Seconds of forward and backward of an op for rows of one length."""
 
+    op: str
     columns: int
     ours: float
     compiled: float
@@ -85,7 +86,7 @@ def read(path: Path) -> Table:
             raise ValueError(f"schema {content['schema']!r}")
         table: dict[tuple[str, str], list[Timed]] = {}
         for row in content["rows"]:
-            timed = Timed(row["columns"], row["torchkiln"], row["compile"])
+            timed = Timed(row["op"], row["columns"], row["torchkiln"], row["compile"])
             table.setdefault((row["op"], row["dtype"]), []).append(timed)
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
@@ -96,7 +97,7 @@ def read(path: Path) -> Table:
 
 
 def timed(file: Path, op: str, x: Tensor) -> Timed | None:
-    """The times of an op for the row length nearest to that of ``x``; None for no times."""
+    """Times of an op, or of one with its kernels, for the row length nearest to that of ``x``."""
     table, dtype, columns = read(file), name_of(x.dtype), columns_of(x)
     rows = table.get((op, dtype)) or table.get((SAME_KERNELS.get(op, ""), dtype)) or ()
     nearest = (abs(math.log((row.columns + 1) / (columns + 1))) for row in rows)
@@ -135,8 +136,9 @@ def note(op: str, tensors: Iterable[Tensor]) -> str:
     if found is None:
         return ""
     chosen = "this op" if found.is_ours else "torch's ops"
+    other = "" if found.op == op else f" in {found.op}, which has the same kernels,"
     return (
         f'torch.compile(backend="torchkiln") chooses {chosen}: on an H100, rows of '
-        f"{found.columns} took {found.ours * 1e6:.4g} us, and {found.compiled * 1e6:.4g} us "
-        "compiled by Inductor"
+        f"{found.columns}{other} took {found.ours * 1e6:.4g} us, and "
+        f"{found.compiled * 1e6:.4g} us compiled by Inductor"
     )

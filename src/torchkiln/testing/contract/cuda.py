@@ -44,6 +44,21 @@ A call that has not returned by then has waited, or the host was busy: it is rep
 """
 
 
+def sleeps(where: Where) -> Iterator[int]:
+    """Cycles for which the current stream is to sleep before a call; fails if every call waited.
+
+    The debug mode reports torch's waits only. If an event behind a call is already done when the
+    call has returned, the call has waited.
+    """
+    done = torch.cuda.Event()
+    for delay in DELAYS:
+        yield delay
+        done.record()
+        if not done.query():
+            return
+    require(False, where, "the call waited for the stream")
+
+
 def forward_and_backward(
     spec: OpSpec, sample: Sample, grads: Grads
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -75,13 +90,13 @@ def side_stream(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
         late = late.substitute(i, torch.zeros_like(sample.args[i]))
     late = spec.leaves(late)
     late_grads = each_of(grads, torch.zeros_like)
+    where = Where(spec, "side_stream", sample)
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         # A first call before the delay allocates memory and loads kernels.
         results, found = forward_and_backward(spec, late, late_grads)
-        done, has_waited = torch.cuda.Event(), True
-        for delay in DELAYS:
+        for delay in sleeps(where):
             with torch.no_grad():
                 for i in sample.positions:
                     late.args[i].zero_()
@@ -91,13 +106,7 @@ def side_stream(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
                     late.args[i].copy_(sample.args[i])
                 copy_each(late_grads, grads)
             results, found = forward_and_backward(spec, late, late_grads)
-            done.record(stream)
-            has_waited = done.query()
-            if not has_waited:
-                break
-    where = Where(spec, "side_stream", sample)
-    require(not has_waited, where, "the call waited for the stream")
-    torch.cuda.current_stream(device).wait_event(done)
+    torch.cuda.current_stream(device).wait_stream(stream)
     require_values(results, sample, where)
     require_gradients(found, sample, spec.wanted(sample), grads, where)
 
@@ -172,19 +181,10 @@ def no_synchronisation(spec: OpSpec, device: torch.device, dtype: torch.dtype) -
         grads = incoming(spec, sample.call(spec.op))
         forward_and_backward(spec, sample, grads)
         torch.cuda.synchronize(device)
-        done, has_waited = torch.cuda.Event(), True
-        for delay in DELAYS:
+        for delay in sleeps(Where(spec, "no_synchronisation", sample)):
             with synchronisation_forbidden():
                 torch.cuda._sleep(delay)
                 forward_and_backward(spec, sample, grads)
-                done.record()
-            # The debug mode reports torch's waits only. If the event after a delay is already done,
-            # the call has waited.
-            has_waited = done.query()
-            if not has_waited:
-                break
-        where = Where(spec, "no_synchronisation", sample)
-        require(not has_waited, where, "the call waited for the device")
 
 
 TRIES = 10
