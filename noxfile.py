@@ -207,9 +207,11 @@ def speed(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def docs(session: nox.Session) -> None:
-    """The site, with search, into build/docs; a broken link or reference is an error."""
+    """The site, with search, into build/docs, tested in Chromium if there is one."""
     install(session, "docs")
     session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "build/docs")
+    pytest = ("pytest", "-q", "-rs", "--confcutdir=tests/site", "tests/site")
+    session.run(*pytest, env={"TORCHKILN_SITE": "build/docs"})
 
 
 @nox.session(default=False)
