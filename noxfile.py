@@ -282,6 +282,17 @@ def abi(session: nox.Session) -> None:
     session.run("python", str(PACKAGING / "check_wheel.py"), str(built), *map(str, trees))
 
 
+@nox.session(default=False)
+def release_check(session: nox.Session) -> None:
+    """Whether the sources, and the wheels named after `--`, can be released as they are."""
+    install(session, "test")
+    facts = "facts_of_the_readme or pages_are_up_to_date"
+    session.run("pytest", "-q", "tests/kit/test_figures.py", "-k", facts)
+    wheels = map(str, given_wheels(session))
+    session.run("python", str(PACKAGING / "check_release.py"), *wheels)
+    session.notify("abi")  # the contents of the wheel
+
+
 # Checks that show within a few minutes whether a torch and its module work together.
 FEW = "values or opcheck or compile_aot_eager or bad_input or written"
 
