@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 import zipfile
 from pathlib import Path
 
@@ -69,6 +70,9 @@ def build_wheel(session: nox.Session, *options: str, env: dict[str, str] | None 
     """A wheel of the sources. The build folder is kept, so that the next build is incremental."""
     folder = Path("build/nox", session.name)
     shutil.rmtree(folder / "wheel", ignore_errors=True)
+    if not sys.stdout.isatty():  # where ninja's progress would be a line for each file
+        session.log("compiling; from an empty cache that takes minutes")
+        options = (*options, "-Cbuild.tool-args=--quiet")
     session.run(
         *("python", "-m", "build", "--wheel", "--no-isolation", "--skip-dependency-check"),
         f"--outdir={folder / 'wheel'}",
