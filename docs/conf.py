@@ -30,7 +30,8 @@ exclude_patterns = ["examples"]
 
 html_theme = "furo"
 html_title = f"torchkiln {release}"
-html_static_path: list[str] = []
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence", "deflist"]

@@ -37,6 +37,12 @@ if(TORCHKILN_WITH_CUDA)
   list(TRANSFORM json_ptx REPLACE "^([0-9]+[af]?)(-virtual)?$" "\"\\1\"")
   list(JOIN json_ptx ", " json_ptx)
 endif()
+list(
+  TRANSFORM torchkiln_cpu_instructions
+  REPLACE "(.+)" "\"\\1\""
+  OUTPUT_VARIABLE json_instructions
+)
+list(JOIN json_instructions ", " json_instructions)
 set(json_python "${Python_VERSION_MAJOR}.${Python_VERSION_MINOR}")
 if(Python_SOABI MATCHES "^cpython-[0-9]+t") # a Python without a GIL loads modules of its own
   string(APPEND json_python t)

@@ -226,7 +226,7 @@ TORCHKILN_CPU_ENTRY(bias_act_backward, (const BiasActBackward& p, int64_t begin,
 TORCHKILN_CPU_ENTRY(bias_act_backward_finish,
                     (const BiasActBackward& p, int64_t begin, int64_t end), (p, begin, end))
 
-#ifdef TORCHKILN_BASELINE
+#ifdef TORCHKILN_CPU_ENTRIES
 
 Split split(const BiasActBackward& p) {
   const TORCHKILN_ISA::ChunkPlan plan(p);

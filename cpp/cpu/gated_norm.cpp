@@ -217,7 +217,7 @@ TORCHKILN_CPU_ENTRY(gated_norm_backward, (const GatedNormBackward& p, int64_t be
 TORCHKILN_CPU_ENTRY(gated_norm_backward_finish,
                     (const GatedNormBackward& p, int64_t begin, int64_t end), (p, begin, end))
 
-#ifdef TORCHKILN_BASELINE
+#ifdef TORCHKILN_CPU_ENTRIES
 
 Split split(const GatedNormBackward& p) {
   const TORCHKILN_ISA::Chunks chunks(p);

@@ -5,14 +5,14 @@
 
 #include "torchkiln/core/trace.h"
 
-#ifdef TORCHKILN_HAS_X86_ISAS
+#ifdef __x86_64__
 #include <cpuid.h>
 #endif
 
 namespace torchkiln::cpu {
 namespace {
 
-#ifdef TORCHKILN_HAS_X86_ISAS
+#ifdef __x86_64__
 /// Whether the CPU converts half precision. __builtin_cpu_supports() of clang 16 has no name for
 /// it.
 bool has_f16c() {
@@ -22,7 +22,7 @@ bool has_f16c() {
 #endif
 
 Isa detect() {
-#ifdef TORCHKILN_HAS_X86_ISAS
+#ifdef __x86_64__
   const char* limit = std::getenv("TORCHKILN_CPU_ISA");
   const bool at_most_baseline = limit != nullptr && std::strcmp(limit, "baseline") == 0;
   const bool at_most_avx2 = limit != nullptr && std::strcmp(limit, "avx2") == 0;
@@ -38,6 +38,18 @@ Isa detect() {
   return Isa::baseline;
 }
 
+/// Passes the instruction set of a kernel to torchkiln.explain().
+void report(const char* kernel, Isa isa) {
+  if (trace::Listener* listener = trace::listening()) {
+    listener->ran(kernel, isa == Isa::avx512 ? "AVX-512" : isa == Isa::avx2 ? "AVX2" : "baseline");
+  }
+}
+
+#define TORCHKILN_REFUSAL(name)                                                                   \
+  "the CPU kernels of this build are for " name                                                   \
+  " only, and this processor has less, or TORCHKILN_CPU_ISA allows less. In the folder with the " \
+  "sources, type: python -m pip install --no-build-isolation -Ctorchkiln.cpu-instructions=all ."
+
 }  // namespace
 
 Isa isa() {
@@ -47,12 +59,16 @@ Isa isa() {
 
 Isa isa_for(const char* kernel) {
   const Isa found = isa();
-  if (trace::Listener* listener = trace::listening()) {
-    listener->ran(kernel, found == Isa::avx512 ? "AVX-512"
-                          : found == Isa::avx2 ? "AVX2"
-                                               : "baseline");
-  }
+  report(kernel, found);
   return found;
+}
+
+Status single_variant(const char* kernel, Isa variant) {
+  if (isa() < variant) {
+    return {variant == Isa::avx512 ? TORCHKILN_REFUSAL("AVX-512") : TORCHKILN_REFUSAL("AVX2")};
+  }
+  report(kernel, variant);
+  return {};
 }
 
 }  // namespace torchkiln::cpu

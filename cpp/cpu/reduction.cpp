@@ -220,7 +220,7 @@ TORCHKILN_CPU_ENTRY(reduce, (const Reduction& p, int64_t begin, int64_t end), (p
 TORCHKILN_CPU_ENTRY(reduce_finish, (const Reduction& p, int64_t begin, int64_t end),
                     (p, begin, end))
 
-#ifdef TORCHKILN_BASELINE
+#ifdef TORCHKILN_CPU_ENTRIES
 
 Split split(const Reduction& p) {
   const TORCHKILN_ISA::Plan plan = TORCHKILN_ISA::make_plan(p);

@@ -149,7 +149,7 @@ TORCHKILN_CPU_ENTRY(spmm, (const Spmm& p, int64_t begin, int64_t end), (p, begin
 TORCHKILN_CPU_ENTRY(sampled_product, (const SampledProduct& p, int64_t begin, int64_t end),
                     (p, begin, end))
 
-#ifdef TORCHKILN_BASELINE
+#ifdef TORCHKILN_CPU_ENTRIES
 
 namespace {
 

@@ -127,6 +127,8 @@ def main() -> None:
     print("values and gradients agree with torch")
     print(hold_to_contract(), "checks of the contract passed")
     print(measure())
+    if not torch.cuda.is_available():
+        print("on the CPU the op runs the same torch calls and adds host time: a GPU is needed")
     print("5. For a package with compiled C++ and CUDA, type: torchkiln new NAME")
 
 

@@ -1,13 +1,13 @@
 """Trains a small language model twice from the same weights: with fused layers and with torch's.
 
 The text is synthetic: each sequence counts up by its own step, modulo the vocabulary, so the next
-token follows from the two before it. Usage: python train.py [STEPS] [DEVICE]
+token follows from the two before it.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -146,5 +146,8 @@ def main(steps: int = 200, device_name: str = "") -> dict[str, Run]:
 
 
 if __name__ == "__main__":
-    given = dict(zip(("steps", "device"), sys.argv[1:], strict=False))
-    main(int(given.get("steps", "200")), given.get("device", ""))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("steps", nargs="?", type=int, default=200)
+    parser.add_argument("device", nargs="?", default="", help="such as cpu or cuda:0")
+    given = parser.parse_args()
+    main(given.steps, given.device)

@@ -106,8 +106,8 @@ def damaged(folder: Path, why: str) -> ImportError:
     """The error for a package of which a file is missing or broken."""
     return ImportError(
         f"torchkiln ({folder}) is damaged, reinstall it: {why}. Type\n"
-        f"  {PIP} --force-reinstall --no-deps torchkiln, or\n"
-        f"  {PIP} --force-reinstall --no-deps .     in the folder with its sources"
+        f"  {PIP} --force-reinstall --no-deps --no-build-isolation .\n"
+        "in the folder with its sources, or name the file of its wheel in place of the point"
     )
 
 
@@ -175,7 +175,7 @@ def check(folder: Path) -> dict[str, Any]:
             f"torchkiln {record['version']} ({folder}) was built for {found.built}, but found"
             f" {found.here}. Type\n"
             + "".join(f"  {words}, or\n" for words in found.torches)
-            + f"  {rebuild(record)}     to build it for what is here, or\n"
+            + f"  {rebuild()}     to build it for what is here, or\n"
             f"  {PYTHON} -m torchkiln_command doctor     to see everything that has to be repaired"
         )
     built = built_for(record, torch)
@@ -284,13 +284,10 @@ def _wanted(record: dict[str, Any]) -> str:
     return "one of those that it was built for" if several else "the torch that it was built for"
 
 
-def rebuild(record: dict[str, Any], *settings: str) -> str:
+def rebuild(*settings: str) -> str:
     """The command that builds the package again, against the installed torch."""
     given = "".join(f" -C {setting}" for setting in settings)
-    command = (
+    return (
         f"{PIP} 'scikit-build-core>=1.1' 'cmake>=3.28' ninja && {PIP} --force-reinstall --no-deps"
-        f" --no-build-isolation{given}"
+        f" --no-build-isolation{given} .     (in the folder with its sources)"
     )
-    if len(record["torches"]) == 1:  # built from source
-        return f"{command} .     (in the folder with its sources)"
-    return f"{command} --no-binary torchkiln torchkiln=={record['version']}"

@@ -85,6 +85,8 @@ class BuildInfo(TypedDict):
     torch_cuda: str | None
     torches: list[TorchBuild]
     """All modules of the package."""
+    cpu_instructions: list[str]
+    """``baseline``, ``avx2``, ``avx512``: the CPU kernels that were compiled."""
     cuda: str | None
     """The CUDA version of the kernels; None for a build without them."""
     cuda_architectures: list[str]

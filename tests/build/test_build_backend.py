@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -45,7 +47,7 @@ def test_isolated_build_is_refused(ground: Ground, kind: str) -> None:
     assert outcome.says(
         "would replace it. Nothing was changed.",
         "python -m pip install 'scikit-build-core>=1.1' 'cmake>=3.28' ninja",
-        "python -m pip install --no-build-isolation .",
+        "python -m pip install -v --no-build-isolation .",
         "-Ctorchkiln.torch=2.13.0",
     )
     assert "Traceback" not in outcome.text
@@ -75,6 +77,28 @@ def test_installed_torch_is_kept(ground: Ground, version: str, tmp_path: Path) -
     assert [line for line in required if "extra" not in line] == [
         f"Requires-Dist: torch=={minor}.*"
     ]
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cpu", "2.13.0+cu130"])
+def test_pip_installs_nothing_but_torchkiln(ground: Ground, version: str) -> None:
+    """The command of the pages, as pip resolves it beside this torch."""
+    pytest.importorskip("pip")
+    ground.torch(version=version)
+    info = ground.site / f"torch-{version}.dist-info"
+    ground.write(info / "METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+    before = ground.files()
+    pip = (sys.executable, "-m", "pip", f"--python={ground.python}", "install")
+    done = subprocess.run(
+        [*pip, "--no-build-isolation", "--dry-run", "--no-index", "--quiet", "--report=-", ROOT],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads(done.stdout)["install"]
+    assert found["metadata"]["name"] == "torchkiln"
+    assert f"torch=={version[:4]}.*" in found["metadata"]["requires_dist"]
+    assert ground.files() == before
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,8 @@ def test_a_damaged_install_is_named(copy: Path, name: str) -> None:
     said = done.stderr.split("\nImportError: ")[-1]
     assert said.startswith(f"torchkiln ({copy}) is damaged, reinstall it: ")
     assert words in said
-    assert f"{sys.executable} -m pip install --force-reinstall --no-deps torchkiln" in said
+    pip = f"{sys.executable} -m pip install"
+    assert f"{pip} --force-reinstall --no-deps --no-build-isolation .\nin the folder" in said
 
 
 def test_a_whole_copy_works(copy: Path) -> None:

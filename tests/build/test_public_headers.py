@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sysconfig
@@ -60,6 +61,51 @@ def test_each_header_alone(compiler: str, header: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("order", [1, -1], ids=["a-z", "z-a"])
 def test_all_headers_without_torch(compiler: str, order: int, tmp_path: Path) -> None:
     check_syntax(compiler, TORCH_FREE[::order], tmp_path, "-std=c++17")
+
+
+SINGLE = """
+#include <cstdio>
+#include "torchkiln/cpu/isa.h"
+namespace mine {
+namespace TORCHKILN_ISA {
+torchkiln::Status twice(int* x) { *x *= 2; return {}; }
+}
+TORCHKILN_CPU_ENTRY(twice, (int* x), (x))
+}
+int main() {
+  int x = 21;
+  const torchkiln::Status status = mine::twice(&x);
+  std::printf("%d %s", x, status.ok() ? "" : status.error);
+}
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="one instruction set only")
+@pytest.mark.parametrize(("built", "name"), [("avx2", "AVX2"), ("avx512", "AVX-512")])
+def test_a_kernel_for_one_processor(compiler: str, built: str, name: str, tmp_path: Path) -> None:
+    """On a processor with less it returns an error, and the kernel does not run."""
+    source, program = tmp_path / "single.cpp", tmp_path / "single"
+    source.write_text(SINGLE)
+    library = INCLUDE.parent / "lib" / "libtorchkiln_kernels.so"
+    subprocess.run(
+        [
+            *(compiler, "-std=c++17", f"-I{INCLUDE}", str(source), "-o", str(program)),
+            *(f"-DTORCHKILN_ISA={built}", "-DTORCHKILN_CPU_ENTRIES=1"),
+            *(str(library), f"-Wl,-rpath,{library.parent}"),
+        ],
+        check=True,
+    )
+
+    def said(**variables: str) -> str:
+        command = [str(program)]
+        return subprocess.check_output(command, text=True, env=os.environ | variables)
+
+    refused = said(TORCHKILN_CPU_ISA="baseline")
+    assert refused.startswith(f"21 the CPU kernels of this build are for {name} only")
+    assert refused.endswith("-Ctorchkiln.cpu-instructions=all .")
+    flags = Path("/proc/cpuinfo").read_text()
+    if {"avx2": " avx2", "avx512": " avx512bw"}[built] in flags:
+        assert said() == "42 "
 
 
 @pytest.fixture

@@ -191,6 +191,33 @@ def test_wrong_architecture(ground: Ground, architectures: str, said: str) -> No
     assert outcome.says(said, "-C torchkiln.cuda-architectures='80;90'")
 
 
+@pytest.mark.parametrize(
+    ("macros", "built"),
+    [
+        ("", "baseline"),
+        ("AVX2 FMA F16C", "baseline"),
+        ("AVX2 FMA F16C BMI2", "avx2"),
+        ("AVX2 FMA F16C BMI2 AVX512F AVX512BW AVX512VL AVX512DQ", "avx512"),
+    ],
+)
+def test_instructions_of_this_processor(ground: Ground, macros: str, built: str) -> None:
+    """The widest set all of whose instructions the compiler sees."""
+    ground.torch()
+    defined = " ".join(f"'#define __{macro}__ 1'" for macro in macros.split())
+    real = shutil.which("g++")
+    script = (
+        f'case "$*" in *-march=native*) printf "%s\\n" {defined} ;; *) exec {real} "$@" ;; esac'
+    )
+    compiler = ground.program(ground.bin / "some-g++", script)
+    cpu = ("-DTORCHKILN_CUDA=OFF", f"-DCMAKE_CXX_COMPILER={compiler}")
+    assert ground.configure(*cpu).says(f"torchkiln: CPU kernels for: {built} --")
+    every = ground.configure(*cpu, "-DTORCHKILN_CPU_INSTRUCTIONS=all")
+    assert every.says("torchkiln: CPU kernels for: baseline;avx2;avx512 --")
+    wrong = ground.configure(*cpu, "-DTORCHKILN_CPU_INSTRUCTIONS=avx2")
+    assert not wrong.ended_well
+    assert wrong.says("found 'avx2' in TORCHKILN_CPU_INSTRUCTIONS, needed native or all")
+
+
 def test_gpu_but_no_compiler(ground: Ground) -> None:
     ground.torch()
     ground.gpu()

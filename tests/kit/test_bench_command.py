@@ -89,7 +89,8 @@ def test_the_ops_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["added"], "torchkiln.bench: OP: got 'added', expected one of "),
+        (["added"], "torchkiln.bench: OP: got 'added' (did you mean add?), expected one of "),
+        (["addcmul"], "OP: got 'addcmul' (its kernels are those of muladd), expected one of "),
         (["softmx"], "did you mean softmax or log_softmax?"),
         (["--device=cpu", "--small"], "torchkiln.bench: --small: got device cpu, expected a GPU"),
         (["--device=cpu", "--memory"], "torchkiln.bench: --memory: got device cpu, expected a GPU"),

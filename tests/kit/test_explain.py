@@ -317,7 +317,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["rms_nrm"], "torchkiln.explain: OP: got 'rms_nrm', expected one of"),
+        (["rms_nrm"], "torchkiln.explain: OP: got 'rms_nrm' (did you mean rms_norm or "),
         (["add", "--dtype=float64", "--device=cuda"], "--device: got cuda, expected a GPU"),
         (["add", "--variant=x"], "torchkiln.explain: --variant: got 'x', expected none: add has"),
         (["swiglu", "--shape=8x2", "--variant=y"], "--variant: got 'y', expected "),

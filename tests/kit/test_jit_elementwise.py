@@ -114,6 +114,7 @@ def test_chain_rule(text: str) -> None:
         ("torch.relu(x)", "", r"got 'torch.relu\(x\)' .* by its name alone:\n  abs, "),
         ("relu(x < y)", "", "got argument 1 of relu in .*, expected a number, not a comparison"),
         ("where(x, y, y)", "", "got argument 1 of where in .*, expected a comparison"),
+        ("x", "x, x", r"got 'x, x' \(two arguments have the name x\), expected"),
         ("x * scale", "x", "arguments: got 'x', expected scale among them"),
         ("x * 2", "x: float", "expected at least one tensor"),
         ("x * 2", "*x", "expected names such as"),

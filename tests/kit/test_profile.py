@@ -228,7 +228,7 @@ def test_the_command_on_a_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["rleu"], "torchkiln.profile: OP: got 'rleu', expected one of"),
+        (["rleu"], "torchkiln.profile: OP: got 'rleu' (did you mean relu"),
         (["relu", "--variant=x"], "torchkiln.profile: --variant: got 'x', expected none"),
     ],
 )

@@ -233,3 +233,12 @@ def test_the_command_makes_a_model_with_or_without_memory(
         error = capsys.readouterr().err
         assert error.count("\n") == 1
         assert words in error
+
+
+@pytest.mark.parametrize(
+    ("given", "got"), [(5, "int"), (nn.Linear, "the class Linear"), (None, "NoneType")]
+)
+def test_what_is_no_model_is_named(given: Any, got: str) -> None:
+    message = rf"^torchkiln\.replace: model: got {got}, expected a torch\.nn\.Module$"
+    with pytest.raises(TypeError, match=message):
+        torchkiln.replace(given)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import torchkiln
 from torchkiln.testing import OpSpec
 from torchkiln.testing.specs import FAMILIES
 from torchkiln.testing.validation import with_forms
@@ -52,6 +53,13 @@ def run(code: str, instructions: str) -> str:
     return done.stdout
 
 
+def needs(*instructions: str) -> None:
+    """Skips on a build without the CPU kernels of these sets."""
+    built = torchkiln.build_info()["cpu_instructions"]
+    if missing := set(instructions) - set(built):
+        pytest.skip(f"built for {', '.join(built)}, not for {', '.join(sorted(missing))}")
+
+
 def checks_of(spec: OpSpec) -> set[str]:
     """Checks of values, strides and gradients, without the ones that the spec excludes."""
     names = {"values", "strides"} | ({"gradient_values"} if spec.differentiable else set())
@@ -62,12 +70,14 @@ def checks_of(spec: OpSpec) -> set[str]:
 @pytest.mark.parametrize("instructions", ["baseline", "avx2"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_contract(family: str, instructions: str) -> None:
+    needs(instructions)
     count = int(run(CHECKS.format(family=family), instructions))
     specs = [spec for spec in with_forms(FAMILIES[family]) if "cpu" in spec.devices]
     assert count == sum(len(spec.dtypes) * len(checks_of(spec)) for spec in specs)
 
 
 def test_the_choice_is_made() -> None:
+    needs("baseline", "avx2")
     cpuinfo = Path("/proc/cpuinfo").read_text()
     if platform.machine() != "x86_64" or " fma" not in cpuinfo or " avx2" not in cpuinfo:
         pytest.skip("this processor has the baseline instructions only")

@@ -72,6 +72,8 @@ PARTS = (
 LICENSE = "BSD-3-Clause"
 CUDA_LICENSE = f"{LICENSE} AND LicenseRef-NVIDIA-CUDA-EULA"
 
+SETS = {"baseline", "avx2", "avx512"}
+
 MOST_BYTES = 100 * 2**20  # what PyPI takes
 
 
@@ -129,6 +131,7 @@ def check_metadata(checks: Checks, root: Path, record: dict[str, Any]) -> None:
         *differs("extra torch", [line.name for line in extra], ["torch"]),
         *(f"torchkiln[torch] is {words}" for line in extra for words in wrong(line, torches)),
         *differs("Version", metadata["Version"], record["version"]),
+        *instruction_problems(record),
         *license_problems(metadata["License-Expression"], record),
         *differs(
             "License-File",
@@ -142,6 +145,13 @@ def check_metadata(checks: Checks, root: Path, record: dict[str, Any]) -> None:
         ),
     ]
     checks.none("metadata and record agree", problems)
+
+
+def instruction_problems(record: dict[str, Any]) -> Iterable[str]:
+    """A wheel for several torches is for other machines, too."""
+    built = set(record["cpu_instructions"])
+    if len(record["torches"]) > 1 and "x86_64" in record["platform"]:
+        yield from (f"CPU kernels for {name}: missing" for name in sorted(SETS - built))
 
 
 def license_problems(found: str, record: dict[str, Any]) -> Iterable[str]:

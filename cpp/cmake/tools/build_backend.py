@@ -40,7 +40,7 @@ ISOLATED = f"""\
 torchkiln: found a build in isolation, which cannot see the torch that is installed and would
 replace it. Nothing was changed. To build for the installed torch, type
   python -m pip install 'scikit-build-core>=1.1' 'cmake>=3.28' ninja
-  python -m pip install --no-build-isolation .
+  python -m pip install -v --no-build-isolation .
 To build for another version of torch, and to install that version, name it:
   python -m pip install -C{SETTING}=2.13.0 ."""
 

@@ -183,7 +183,7 @@ TORCHKILN_CPU_ENTRY(batch_norm_sums_finish,
 TORCHKILN_CPU_ENTRY(batch_norm_backward, (const BatchNormBackward& p, int64_t begin, int64_t end),
                     (p, begin, end))
 
-#ifdef TORCHKILN_BASELINE
+#ifdef TORCHKILN_CPU_ENTRIES
 
 Split split(const BatchNormBackward& p) {
   const TORCHKILN_ISA::ChannelPlan plan(p.layout);

@@ -206,7 +206,7 @@ TORCHKILN_CPU_ENTRY(batch_norm_merge, (const BatchNormMerge& p, int64_t begin, i
                     (p, begin, end))
 TORCHKILN_CPU_ENTRY(batch_norm, (const BatchNorm& p, int64_t begin, int64_t end), (p, begin, end))
 
-#ifdef TORCHKILN_BASELINE
+#ifdef TORCHKILN_CPU_ENTRIES
 
 Split split(const BatchNorm& p) {
   if (!p.training) return {0, 0, p.layout.channels};

@@ -170,7 +170,7 @@ TORCHKILN_CPU_ENTRY(group_norm_backward, (const GroupNormBackward& p, int64_t be
 TORCHKILN_CPU_ENTRY(group_norm_backward_finish,
                     (const GroupNormBackward& p, int64_t begin, int64_t end), (p, begin, end))
 
-#ifdef TORCHKILN_BASELINE
+#ifdef TORCHKILN_CPU_ENTRIES
 
 Split split(const GroupNormBackward& p) {
   const auto sums = static_cast<size_t>(p.layout.batch * p.layout.channels) * 2;

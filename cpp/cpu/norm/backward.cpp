@@ -207,7 +207,7 @@ TORCHKILN_CPU_ENTRY(norm_backward, (const NormBackward& p, int64_t begin, int64_
 TORCHKILN_CPU_ENTRY(norm_backward_finish, (const NormBackward& p, int64_t begin, int64_t end),
                     (p, begin, end))
 
-#ifdef TORCHKILN_BASELINE
+#ifdef TORCHKILN_CPU_ENTRIES
 
 Split split(const NormBackward& p) {
   const TORCHKILN_ISA::ChunkPlan plan(p);

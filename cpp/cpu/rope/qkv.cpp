@@ -253,10 +253,10 @@ Status qkv_norm_rope_backward_finish(const QkvNormRopeBackward& arguments, int64
 
 }  // namespace TORCHKILN_ISA
 
-#ifdef TORCHKILN_BASELINE
+#ifdef TORCHKILN_CPU_ENTRIES
 Split split(const QkvNormRopeBackward& arguments) {
   const QkvNormRope& p = arguments.forward;
-  const int64_t count = baseline::tokens_per_chunk(p);
+  const int64_t count = TORCHKILN_ISA::tokens_per_chunk(p);
   const int64_t chunks = (p.batch * p.tokens + count - 1) / count;
   const size_t element = p.dtype == Dtype::float64 ? sizeof(double) : sizeof(float);
   const bool wants = arguments.grad_weight[0] != nullptr || arguments.grad_weight[1] != nullptr;

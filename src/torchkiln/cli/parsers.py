@@ -60,7 +60,7 @@ def demo(given: Sequence[str] | None) -> argparse.Namespace:
     """Parse the options of ``torchkiln demo``."""
     words = (
         "Compare every op with float64 and eager torch, train a classifier with both, plot the "
-        "results."
+        "results. It takes about a minute on two idle CPU cores."
     )
     options = parser("demo", words)
     add = options.add_argument

@@ -75,16 +75,14 @@ def stage(title: str, entries: Iterable[T], words: Callable[[T], str]) -> list[T
 
 
 def errors(rows: list[Errors], *, full: bool) -> None:
-    """Errors of each op in its worst dtype and direction, or in all of them."""
+    """The largest error of each family of ops, or the errors of each op in all dtypes."""
     title = "Largest error against float64, in rounding steps of the dtype"
     counts = [row.samples for row in rows]
     if not full:
-        title += ", in the worst dtype"
-        of_op: dict[str, list[Errors]] = {}
-        for row in rows:
-            of_op.setdefault(row.op, []).append(row)
-        counts = [sum(row.samples for row in group) for group in of_op.values()]
-        rows = list(map(worst, of_op.values()))
+        title += ", of each family of ops"
+        groups = by_family(rows).values()
+        counts = [sum(row.samples for row in group) for group in groups]
+        rows = list(map(worst, groups))
     lines = tuple(
         (
             row.op,
@@ -147,7 +145,7 @@ def explanation(device: torch.device) -> None:
 def training(outcome: Outcome) -> None:
     """Print both losses at a few steps, and the results of the training."""
     ours, plain = (run.losses for run in outcome.runs)
-    shown = [0, *(round(outcome.total * k / 8) - 1 for k in range(1, 9))]
+    shown = [0, *(round(outcome.total * k / 4) - 1 for k in range(1, 5))]
     lines = tuple((str(i + 1), f"{ours[i]:.4f}", f"{plain[i]:.4f}") for i in shown)
     notes = [
         f"{run.name}: {outcome.accuracy(run):.1%} of the points are right, {run.seconds:.2f} s"

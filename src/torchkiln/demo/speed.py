@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from statistics import geometric_mean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -20,6 +20,11 @@ from torchkiln.testing import SPECS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from torchkiln.demo.accuracy import Errors
+
+Row = TypeVar("Row", "Measurement", "Errors")
+"""A row with the name of its op."""
 
 
 def all_timings(
@@ -48,9 +53,9 @@ def family(op: str) -> str:
     return next(family for family, ops in FAMILIES.items() if op in ops)
 
 
-def by_family(rows: Sequence[Measurement]) -> dict[str, list[Measurement]]:
+def by_family(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Rows of each family."""
-    found: dict[str, list[Measurement]] = {}
+    found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(family(row.op), []).append(row)
     return found

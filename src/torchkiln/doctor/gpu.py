@@ -104,7 +104,7 @@ def find_architectures(_: Environment, facts: Facts) -> list[Finding]:
             needed = ".".join(map(str, OLDEST_GPU))
             found.append(note("kernels", f"{words}: they need {needed} or newer"))
         elif kernel_for(record, gpu.capability) is None:
-            found.append(problem("kernels", words, rebuild(record, NATIVE)))
+            found.append(problem("kernels", words, rebuild(NATIVE)))
     return found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import shlex
 from pathlib import Path
-from typing import Any
 
 from torchkiln._loader import built_for, mismatch, rebuild, requirement, torches
 from torchkiln.doctor import Finding, note, ok, problem
@@ -49,7 +48,7 @@ def find_abi(environment: Environment, facts: Facts) -> list[Finding]:
     folder = environment.package / built["folder"] if environment.package and built else None
     for module in sorted(folder.glob("_C*.so")) if folder else []:
         if facts.record and _has_new_string(module) is (not torch):
-            remedy = rebuild(facts.record)
+            remedy = rebuild()
             return [problem("C++ ABI", f"{words}, {module.name} the other", remedy)]
     return [ok("C++ ABI", words)]
 
@@ -69,9 +68,7 @@ def find_build(environment: Environment, facts: Facts) -> list[Finding]:
     if record is None:
         words = facts.record_error or "torchkiln has not been built"
         where = f" ({environment.package})" if environment.package else ""
-        pip = f"{environment.pip} --force-reinstall --no-deps"
-        here = f"{pip} .     (in the folder with its sources)"
-        return [problem("build", words + where, f"{pip} torchkiln", here)]
+        return [problem("build", words + where, rebuild())]
     target = f"CUDA {record['cuda']}" if record["cuda"] else "the CPU only"
     if kernels := record["cuda_architectures"]:
         target += f" ({', '.join(f'sm_{architecture}' for architecture in kernels)})"
@@ -84,7 +81,7 @@ def find_build(environment: Environment, facts: Facts) -> list[Finding]:
         return [ok("build", words)]
     if facts.torch is None and found.torches:
         return [note("build", words)]
-    remedies = (*found.torches, rebuild(record))
+    remedies = (*found.torches, rebuild())
     return [problem("build", f"{words}, but found {found.here}", *remedies)]
 
 
@@ -94,7 +91,7 @@ def find_cpu_build(_: Environment, facts: Facts) -> list[Finding]:
     if record is None or record["cuda"] or not facts.driver.gpus or not (torch and torch.cuda):
         return []
     words = "there is a GPU, but this build has kernels for the CPU only"
-    return [problem("build", words, rebuild(record, "torchkiln.cuda=on"))]
+    return [problem("build", words, rebuild("torchkiln.cuda=on"))]
 
 
 def find_import(environment: Environment, facts: Facts) -> list[Finding]:
@@ -107,10 +104,10 @@ def find_import(environment: Environment, facts: Facts) -> list[Finding]:
     if trial.torch_error:
         return [note("import", "not tried: torch cannot be imported")]
     if trial.error:
-        return [problem("import", trial.error, rebuild(record))]
+        return [problem("import", trial.error, rebuild())]
     # find_architectures() reports GPUs for which the build has no kernel.
     failed = [
-        _failed_kernel(environment, record, f"cuda:{index}", error)
+        _failed_kernel(environment, f"cuda:{index}", error)
         for index, gpu in enumerate(facts.driver.gpus)
         if record["cuda"] and kernel_for(record, gpu.capability)
         if (error := trial.error_on(f"cuda:{index}"))
@@ -121,12 +118,10 @@ def find_import(environment: Environment, facts: Facts) -> list[Finding]:
     return [ok("import", f"a kernel ran on {', '.join(['the CPU', *ran])}")]
 
 
-def _failed_kernel(
-    environment: Environment, record: dict[str, Any], device: str, error: str
-) -> Finding:
+def _failed_kernel(environment: Environment, device: str, error: str) -> Finding:
     words = f"none ran on {device}: {error}"
     if "kernel image" in error or "device function" in error:
-        return problem("kernels", words, rebuild(record, NATIVE))
+        return problem("kernels", words, rebuild(NATIVE))
     program = f'import torch; torch.ones(1, device="{device}") + 1'
     torch_alone = f"{shlex.quote(environment.python)} -c '{program}'     (does torch itself run?)"
     return problem("kernels", words, "nvidia-smi     (what else runs there?)", torch_alone)

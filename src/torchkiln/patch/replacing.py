@@ -40,6 +40,13 @@ MAKER = "torchkiln.replace"
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
+def require_model(model: object) -> None:
+    """Raises a TypeError for anything but a module, such as its class."""
+    if not isinstance(model, nn.Module):
+        got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"{MAKER}: model: got {got}, expected a torch.nn.Module")
+
+
 class Replace:
     """The type of ``torchkiln.replace``, which is called as a function."""
 
@@ -132,6 +139,7 @@ class Replace:
                 gradients are on. Slower modules stay as they are, and so do all if the model is
                 not faster. Buffers and random states are restored.
         """
+        require_model(model)
         kinds = checked_kinds(only)
         if exact and only is not None and "batch_norm" in kinds:
             raise ValueError(

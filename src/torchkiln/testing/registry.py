@@ -13,16 +13,21 @@ from types import ModuleType
 from torchkiln.ops.names import ALIASES
 from torchkiln.testing import SPECS, OpSpec
 
+COVERED = {"addcmul": "muladd", "conv_bn_act": "bn_act"}
+"""Functions without a spec, and the op whose kernels they run beside torch's."""
+
 
 def find(where: str, argument: str, name: str, specs: Sequence[OpSpec] = SPECS) -> OpSpec:
-    """The spec of an op; the error about an unknown name lists similar names."""
+    """The spec of an op; the error about an unknown name begins with similar names."""
     known = {spec.name: spec for spec in specs}
     alias = ALIASES.get(name, name)
     if name in known or alias in known:
         return known[name if name in known else alias]
     close = get_close_matches(name, known, n=3)
-    hint = f"; did you mean {' or '.join(close)}?" if close else ""
-    raise ValueError(f"{where}: {argument}: got {name!r}, expected one of {', '.join(known)}{hint}")
+    hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+    if name in COVERED:
+        hint = f" (its kernels are those of {COVERED[name]})"
+    raise ValueError(f"{where}: {argument}: got {name!r}{hint}, expected one of {', '.join(known)}")
 
 
 def _imported(module: str) -> ModuleType:

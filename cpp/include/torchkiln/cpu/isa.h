@@ -2,10 +2,11 @@
 
 // CPU kernels are compiled once per instruction set, with TORCHKILN_ISA = baseline, avx2 or avx512,
 // into a namespace of that name: every file of cpp/cpu except isa.cpp, and the CPU_KERNELS of other
-// packages. The baseline instance also defines the public function, which calls the widest variant
-// that the machine supports. Everything that a kernel calls must be in that namespace, too, or be
-// inlined (std::min, std::fill_n): the linker would merge out-of-line copies from different
-// instruction sets.
+// packages. The instance with TORCHKILN_CPU_ENTRIES also defines the public function, which calls
+// the widest variant that the machine supports. A build for the own processor has a single variant,
+// whose public function returns an error on a processor without those instructions. Everything that
+// a kernel calls must be in that namespace, too, or be inlined (std::min, std::fill_n): the linker
+// would merge out-of-line copies from different instruction sets.
 
 #include "torchkiln/core/status.h"
 
@@ -20,7 +21,11 @@ TORCHKILN_EXPORT Isa isa();
 /// isa() for a kernel that is about to run; reports it to torchkiln.explain().
 TORCHKILN_EXPORT Isa isa_for(const char* kernel);
 
-#ifdef TORCHKILN_HAS_X86_ISAS
+/// For a kernel with a single variant: an error if isa() is below that variant, else the same
+/// report.
+TORCHKILN_EXPORT Status single_variant(const char* kernel, Isa variant);
+
+#ifdef TORCHKILN_ALL_ISAS
 
 template <class Function>
 Function* best_variant(const char* kernel, Function* baseline, Function* avx2, Function* avx512) {
@@ -42,20 +47,22 @@ Function* best_variant(const char* kernel, Function* baseline, Function* avx2, F
 
 #else
 
-#define TORCHKILN_DISPATCH_ENTRY(name, parameters, arguments) \
-  torchkiln::Status name parameters {                         \
-    (void)torchkiln::cpu::isa_for(#name);                     \
-    return baseline::name arguments;                          \
+#define TORCHKILN_DISPATCH_ENTRY(name, parameters, arguments)                       \
+  torchkiln::Status name parameters {                                               \
+    constexpr auto variant = torchkiln::cpu::Isa::TORCHKILN_ISA;                    \
+    const torchkiln::Status found = torchkiln::cpu::single_variant(#name, variant); \
+    return found.ok() ? TORCHKILN_ISA::name arguments : found;                      \
   }
 
 #endif
 
 /// Defines the public function `name`, which calls the variant for the widest instruction set of
-/// the machine. Place it after the namespace TORCHKILN_ISA, which has a function of that name:
+/// the machine, or the single variant. Place it after the namespace TORCHKILN_ISA, which has a
+/// function of that name:
 ///
 ///     TORCHKILN_CPU_ENTRY(add, (const Elementwise<2>& p, int64_t begin, int64_t end),
 ///                         (p, begin, end))
-#ifdef TORCHKILN_BASELINE
+#ifdef TORCHKILN_CPU_ENTRIES
 #define TORCHKILN_CPU_ENTRY(name, parameters, arguments) \
   TORCHKILN_DISPATCH_ENTRY(name, parameters, arguments)
 #else

@@ -51,6 +51,9 @@ def read_arguments(text: str) -> list[Argument]:
         if given.vararg or given.kwarg or given.kwonlyargs or given.posonlyargs:
             raise ValueError("names only")
         first = len(given.args) - len(given.defaults)
+        names = [argument.arg for argument in given.args]
+        if twice := sorted(name for name in set(names) if names.count(name) > 1):
+            raise ValueError(f"two arguments have the name {twice[0]}")
         found = []
         for i, argument in enumerate(given.args):
             _require_name(argument.arg)
