@@ -33,7 +33,7 @@ def test_each_day_has_every_check_and_every_quick_check_of_each_op() -> None:
         quick = {
             (case.spec.name, case.check.name)
             for case in CASES
-            if not case.check.slow and not case.check.large and case.spec in testing.SPECS
+            if sampling.period(case) == 1
         }
         assert quick <= {(case.spec.name, case.check.name) for case in found}
 
@@ -52,14 +52,28 @@ def test_long_checks_run_for_three_or_four_ops_a_day() -> None:
     assert max(counts) <= 4
 
 
-def test_forms_take_a_quarter_of_their_checks() -> None:
-    forms = [case for case in CASES if case.spec in sampling.FORMS]
-    quick = [case for case in forms if not case.check.slow and not case.check.large]
-    counts = [
-        sum(sampling.in_sample(case, DAY + i) for case in quick) for i in range(sampling.FORM_DAYS)
+def test_forms_and_checks_that_trace_take_a_quarter() -> None:
+    quick = [case for case in CASES if sampling.period(case) == sampling.QUARTER]
+    names = {(case.spec.name, case.check.name, case.device.type) for case in quick}
+    assert names >= {("add", check, "cpu") for check in sampling.TRACING}
+    found = [
+        {
+            (case.spec.name, case.check.name, case.device.type)
+            for case in quick
+            if sampling.in_sample(case, DAY + i)
+        }
+        for i in range(sampling.QUARTER)
     ]
-    assert sum(counts) == len(quick)
-    assert max(counts) < 1.2 * min(counts)
+    assert sum(map(len, found)) == len(set().union(*found)) == len(names)
+    assert max(map(len, found)) < 1.2 * min(map(len, found))
+
+
+def test_each_op_is_compiled_and_called_without_data_every_day() -> None:
+    """The checks that trace run for a quarter of the ops; these are their twins."""
+    twins = {"checkpointed", "compile_policy", "export", "meta_and_fake"}
+    for case in CASES:
+        if case.spec in testing.SPECS and case.check.name in twins:
+            assert sampling.period(case) == 1
 
 
 def test_a_parameter_that_rotates_has_each_value_in_turn() -> None:
