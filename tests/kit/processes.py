@@ -1,11 +1,14 @@
-"""Several processes of one test, which find each other through a file."""
+"""Processes of a test: several that find each other through a file, and one that may be killed."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from subprocess import run
+from subprocess import CompletedProcess, run
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -78,3 +81,31 @@ def leaving(program: Path, folder: Path) -> Path:
     run_it = f"import runpy\nrunpy.run_path({str(program)!r}, run_name='__main__')\n"
     script.write_text(run_it + LEAVE, encoding="utf-8")
     return script
+
+
+def execute(code: str, words: list[str], folder: str, variables: dict[str, str]) -> None:
+    """In the new process: run code with these variables, in this folder, writing to files."""
+    for name, standard in (("out", 1), ("err", 2)):
+        file = os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, standard)
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.argv = ["-c", *words]
+    exec(compile(code, "<forked>", "exec"), {"__name__": "__main__"})
+
+
+def forked(code: str, *words: object) -> CompletedProcess[str]:
+    """Run code in a new process that has imported torchkiln already, which takes seconds.
+
+    A server, which has imported it, forks the process.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torchkiln"])
+    with TemporaryDirectory() as folder:
+        given = (code, list(map(str, words)), folder, dict(os.environ))
+        process = context.Process(target=execute, args=given)
+        process.start()
+        process.join()
+        out, err = (Path(folder, name).read_text() for name in ("out", "err"))
+        assert process.exitcode is not None
+        return CompletedProcess(code, process.exitcode, out, err)
