@@ -30,11 +30,7 @@ def test_each_day_has_every_check_and_every_quick_check_of_each_op() -> None:
     for day in range(DAY, DAY + sampling.DAYS):
         found = [case for case in CASES if sampling.in_sample(case, day)]
         assert {case.check.name for case in found} == {case.check.name for case in CASES}
-        quick = {
-            (case.spec.name, case.check.name)
-            for case in CASES
-            if sampling.period(case) == 1
-        }
+        quick = {(case.spec.name, case.check.name) for case in CASES if sampling.period(case) == 1}
         assert quick <= {(case.spec.name, case.check.name) for case in found}
 
 
