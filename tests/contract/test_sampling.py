@@ -73,14 +73,42 @@ def test_each_op_is_compiled_and_called_without_data_every_day() -> None:
 
 
 def test_a_parameter_that_rotates_has_each_value_in_turn() -> None:
-    def item(number: int, letter: int) -> Any:
+    def item(number: int, letter: str) -> Any:
         mark = SimpleNamespace(args=("letter", 2))
-        callspec = SimpleNamespace(indices={"number": number, "letter": letter}, params={})
-        return SimpleNamespace(callspec=callspec, get_closest_marker=lambda _: mark)
+        callspec = SimpleNamespace(params={"number": number, "letter": letter})
+        name = f"test[{number}-{letter}]"
+        return SimpleNamespace(callspec=callspec, get_closest_marker=lambda _: mark, nodeid=name)
 
-    places = [(number, letter) for number in range(2) for letter in range(2)]
-    seen = [[p for p in places if sampling.runs_today(item(*p), DAY + i)] for i in range(2)]
-    assert seen == [[(0, 0), (1, 1)], [(0, 1), (1, 0)]]
+    names = [(number, letter) for number in (7, 5) for letter in "ab"]
+    items = [item(*name) for name in names]
+    found = list(sampling.places(items))
+    seen = [
+        [n for n, i, p in zip(names, items, found, strict=True) if sampling.runs_today(i, p, day)]
+        for day in (DAY, DAY + 1)
+    ]
+    assert seen == [[(7, "a"), (5, "b")], [(7, "b"), (5, "a")]]
+
+
+@pytest.mark.rotates("letter", 2)
+@pytest.mark.parametrize("letter", "ab")
+@pytest.mark.parametrize("number", range(2))
+def test_of_two_parameters(letter: str, number: int) -> None:
+    """The next test counts it."""
+    assert letter in "ab"
+    assert number < 2
+
+
+def test_a_day_has_half_of_the_test_before(request: pytest.FixtureRequest) -> None:
+    """As pytest collects it."""
+    options = request.config.option
+    if options.full or options.shard or options.keyword or "::" in str(request.config.args):
+        pytest.skip("other tests were chosen than those of a day")
+    name = test_of_two_parameters.__name__
+    found = [item for item in request.session.items if item.name.startswith(name)]
+    values = [item.callspec.params for item in found]  # type: ignore[attr-defined]
+    assert len(found) == 2
+    assert {one["letter"] for one in values} == {"a", "b"}
+    assert {one["number"] for one in values} == {0, 1}
 
 
 @pytest.mark.large
