@@ -1,16 +1,18 @@
 """The part of the contract that one run of the suite covers; docs/contract.md has the rule.
 
 A day's sample keeps every check that is quick. Checks that are marked slow or large run for one op
-in twelve, gradient_strides in float32 and one other dtype, checks that trace in one dtype. Forms,
-such as an op in place, take a quarter of their quick checks. Of the values of a parameter that
-``pytest.mark.rotates`` names, one in ``count`` runs. Days take turns: twelve days in a row run
-every case. ``--full`` runs all cases, ``--shard=I/N`` each N-th test from the I-th on.
+in twelve, the longest checks that trace for one op in four, in one dtype. Forms, such as an op in
+place, take a quarter of their quick checks. Checks whose code differs little between dtypes run in
+float32 and one other. Of the values of a parameter that ``pytest.mark.rotates`` names, one in
+``count`` runs. Days take turns: twelve days in a row run every case. ``--full`` runs all cases,
+``--shard=I/N`` each N-th test from the I-th on.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 import torch
@@ -19,10 +21,14 @@ from torchkiln import testing
 from torchkiln.testing.contract import CHECKS
 
 DAYS = 12
-IN_SOME_DTYPES = ("gradient_strides",)
+QUARTER = 4
+"""Days in which every quick check of a form, and every check that traces, runs once."""
+TRACING = ("compile_aot_eager", "no_recompilation_storm", "opcheck", "opcheck_helpers")
+"""Their twins run every day: checkpointed compiles each op, meta_and_fake calls it without data."""
 IN_ONE_DTYPE = ("compile_aot_eager", "opcheck", "opcheck_helpers")
-FORM_DAYS = 4
-"""Days in which every quick check of a form runs once."""
+IN_SOME_DTYPES = ("gradient_strides",)
+IN_SOME_DTYPES_ON_CPU = ("determinism", "gradient_strides", "meta_and_fake", "strides")
+"""Kernels of the CPU are one template for all dtypes; values and gradients run in each."""
 FORMS = tuple(form for spec in testing.SPECS for form in spec.forms)
 ROTATES = "rotates(name, count): one in `count` values of a parameter runs a day"
 REASONS = 12
@@ -50,21 +56,28 @@ def header(config: pytest.Config) -> str:
     return f"contract: the sample of day {config.option.day} (--day), --full runs every case"
 
 
+def period(case: testing.Case) -> int:
+    """The number of days of which a case runs on one."""
+    if case.check.slow or case.check.large:
+        return DAYS
+    is_form = case.spec not in testing.SPECS
+    return QUARTER if is_form or case.check.name in TRACING else 1
+
+
 def in_sample(case: testing.Case, day: int) -> bool:
     """Whether the sample of a day has the case."""
-    is_form = case.spec not in testing.SPECS
-    op = (FORMS if is_form else testing.SPECS).index(case.spec)
-    is_long = case.check.slow or case.check.large
-    if is_long or is_form:
-        checks = list(CHECKS)
-        turn = op + checks.index(case.check.name) + day
-        return turn % (DAYS if is_long else FORM_DAYS) == 0
-    if case.check.name in IN_ONE_DTYPE:
+    op = (testing.SPECS if case.spec in testing.SPECS else FORMS).index(case.spec)
+    days = period(case)
+    if (op + list(CHECKS).index(case.check.name) + day) % days:
+        return False
+    turn = op + day // days
+    if days < DAYS and case.check.name in IN_ONE_DTYPE:
         dtypes = [dtype for dtype in case.check.dtypes if dtype in case.spec.dtypes]
-        return case.dtype == dtypes[(op + day) % len(dtypes)]
-    if case.check.name in IN_SOME_DTYPES and case.dtype != torch.float32:
+        return case.dtype == dtypes[turn % len(dtypes)]
+    some = IN_SOME_DTYPES_ON_CPU if case.device.type == "cpu" else IN_SOME_DTYPES
+    if case.check.name in some and case.dtype != torch.float32:
         others = [dtype for dtype in case.check.dtypes if dtype != torch.float32]
-        return case.dtype == others[(op + day) % len(others)]
+        return case.dtype == others[turn % len(others)]
     return True
 
 
@@ -73,7 +86,9 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     named = config.option.keyword or any("::" in argument for argument in config.args)
     kept = items
     if not (config.option.full or named):
-        kept = [item for item in kept if runs_today(item, config.option.day)]
+        day = config.option.day
+        found = zip(kept, places(kept), strict=True)
+        kept = [item for item, place in found if runs_today(item, place, day)]
     if config.option.shard:
         first, count = map(int, config.option.shard.split("/"))
         kept = kept[first - 1 :: count]
@@ -83,15 +98,29 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
         items[:] = kept
 
 
-def runs_today(item: pytest.Item, day: int) -> bool:
+def places(items: Sequence[pytest.Item]) -> Iterator[dict[str, int]]:
+    """For each test, the place of each parameter's value among the values in its function.
+
+    The indices of pytest count the combinations of several parameters.
+    """
+    orders: dict[tuple[str, str], dict[int, int]] = {}
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        place = {}
+        for name, value in getattr(getattr(item, "callspec", None), "params", {}).items():
+            order = orders.setdefault((function, name), {})
+            place[name] = order.setdefault(id(value), len(order))
+        yield place
+
+
+def runs_today(item: pytest.Item, place: Mapping[str, int], day: int) -> bool:
     """Whether a test is in the sample; all tests are that no rule leaves out."""
-    callspec = getattr(item, "callspec", None)
     mark = item.get_closest_marker("rotates")
-    if mark and callspec:
+    if mark and place:
         name, count = mark.args
-        others = sum(index for key, index in callspec.indices.items() if key != name)
-        return callspec.indices[name] % count == (others + day) % count
-    case = getattr(callspec, "params", {}).get("contract_case")
+        others = sum(index for key, index in place.items() if key != name)
+        return place[name] % count == (others + day) % count
+    case = getattr(getattr(item, "callspec", None), "params", {}).get("contract_case")
     return case is None or case.spec not in (*testing.SPECS, *FORMS) or in_sample(case, day)
 
 

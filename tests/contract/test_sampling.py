@@ -30,11 +30,7 @@ def test_each_day_has_every_check_and_every_quick_check_of_each_op() -> None:
     for day in range(DAY, DAY + sampling.DAYS):
         found = [case for case in CASES if sampling.in_sample(case, day)]
         assert {case.check.name for case in found} == {case.check.name for case in CASES}
-        quick = {
-            (case.spec.name, case.check.name)
-            for case in CASES
-            if not case.check.slow and not case.check.large and case.spec in testing.SPECS
-        }
+        quick = {(case.spec.name, case.check.name) for case in CASES if sampling.period(case) == 1}
         assert quick <= {(case.spec.name, case.check.name) for case in found}
 
 
@@ -52,25 +48,67 @@ def test_long_checks_run_for_three_or_four_ops_a_day() -> None:
     assert max(counts) <= 4
 
 
-def test_forms_take_a_quarter_of_their_checks() -> None:
-    forms = [case for case in CASES if case.spec in sampling.FORMS]
-    quick = [case for case in forms if not case.check.slow and not case.check.large]
-    counts = [
-        sum(sampling.in_sample(case, DAY + i) for case in quick) for i in range(sampling.FORM_DAYS)
+def test_forms_and_checks_that_trace_take_a_quarter() -> None:
+    quick = [case for case in CASES if sampling.period(case) == sampling.QUARTER]
+    names = {(case.spec.name, case.check.name, case.device.type) for case in quick}
+    assert names >= {("add", check, "cpu") for check in sampling.TRACING}
+    found = [
+        {
+            (case.spec.name, case.check.name, case.device.type)
+            for case in quick
+            if sampling.in_sample(case, DAY + i)
+        }
+        for i in range(sampling.QUARTER)
     ]
-    assert sum(counts) == len(quick)
-    assert max(counts) < 1.2 * min(counts)
+    assert sum(map(len, found)) == len(set().union(*found)) == len(names)
+    assert max(map(len, found)) < 1.2 * min(map(len, found))
+
+
+def test_each_op_is_compiled_and_called_without_data_every_day() -> None:
+    """The checks that trace run for a quarter of the ops; these are their twins."""
+    twins = {"checkpointed", "compile_policy", "export", "meta_and_fake"}
+    for case in CASES:
+        if case.spec in testing.SPECS and case.check.name in twins:
+            assert sampling.period(case) == 1
 
 
 def test_a_parameter_that_rotates_has_each_value_in_turn() -> None:
-    def item(number: int, letter: int) -> Any:
+    def item(number: int, letter: str) -> Any:
         mark = SimpleNamespace(args=("letter", 2))
-        callspec = SimpleNamespace(indices={"number": number, "letter": letter}, params={})
-        return SimpleNamespace(callspec=callspec, get_closest_marker=lambda _: mark)
+        callspec = SimpleNamespace(params={"number": number, "letter": letter})
+        name = f"test[{number}-{letter}]"
+        return SimpleNamespace(callspec=callspec, get_closest_marker=lambda _: mark, nodeid=name)
 
-    places = [(number, letter) for number in range(2) for letter in range(2)]
-    seen = [[p for p in places if sampling.runs_today(item(*p), DAY + i)] for i in range(2)]
-    assert seen == [[(0, 0), (1, 1)], [(0, 1), (1, 0)]]
+    names = [(number, letter) for number in (7, 5) for letter in "ab"]
+    items = [item(*name) for name in names]
+    found = list(sampling.places(items))
+    seen = [
+        [n for n, i, p in zip(names, items, found, strict=True) if sampling.runs_today(i, p, day)]
+        for day in (DAY, DAY + 1)
+    ]
+    assert seen == [[(7, "a"), (5, "b")], [(7, "b"), (5, "a")]]
+
+
+@pytest.mark.rotates("letter", 2)
+@pytest.mark.parametrize("letter", "ab")
+@pytest.mark.parametrize("number", range(2))
+def test_of_two_parameters(letter: str, number: int) -> None:
+    """The next test counts it."""
+    assert letter in "ab"
+    assert number < 2
+
+
+def test_a_day_has_half_of_the_test_before(request: pytest.FixtureRequest) -> None:
+    """As pytest collects it."""
+    options = request.config.option
+    if options.full or options.shard or options.keyword or "::" in str(request.config.args):
+        pytest.skip("other tests were chosen than those of a day")
+    name = test_of_two_parameters.__name__
+    found = [item for item in request.session.items if item.name.startswith(name)]
+    values = [item.callspec.params for item in found]  # type: ignore[attr-defined]
+    assert len(found) == 2
+    assert {one["letter"] for one in values} == {"a", "b"}
+    assert {one["number"] for one in values} == {0, 1}
 
 
 @pytest.mark.large

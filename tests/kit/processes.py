@@ -1,14 +1,21 @@
-"""Several processes of one test, which find each other through a file."""
+"""Processes of a test: several that find each other through a file, and one that may be killed."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from subprocess import run
+from subprocess import CompletedProcess, run
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+
+LIMIT = 900
+"""Seconds of a process."""
+DISTRIBUTED = ("torch.distributed.tensor.parallel", "torch.distributed.fsdp")
 
 START = """
 import sys
@@ -44,6 +51,37 @@ dist.destroy_process_group()
 {LEAVE}"""
 
 
+def execute(code: str, words: list[str], folder: str, variables: dict[str, str]) -> None:
+    """In the new process: run code with these variables, in this folder, writing to files."""
+    for name, standard in (("out", 1), ("err", 2)):
+        file = os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, standard)
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.argv = ["-c", *words]
+    exec(compile(code, "<forked>", "exec"), {"__name__": "__main__"})
+
+
+def forked(code: str, *words: object) -> CompletedProcess[str]:
+    """Run code in a new process that has imported torch and torchkiln already.
+
+    A server, which has imported them, forks the process. The import takes seconds.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "torchkiln", *DISTRIBUTED])
+    with TemporaryDirectory() as folder:
+        given = (code, list(map(str, words)), folder, dict(os.environ))
+        process = context.Process(target=execute, args=given)
+        process.start()
+        process.join(LIMIT)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        out, err = (Path(folder, name).read_text() for name in ("out", "err"))
+        assert process.exitcode is not None
+        return CompletedProcess(code, process.exitcode, out, err)
+
+
 def processes_on(device: torch.device, most: int) -> int:
     """``most`` processes on the CPU, or as many as there are GPUs; skips on a single GPU."""
     if device.type == "cpu":
@@ -56,17 +94,19 @@ def processes_on(device: torch.device, most: int) -> int:
 
 def outcomes(
     script: str, device: torch.device, size: int, folder: Path, *, timeout: float = 300.0
-) -> list[tuple[int, str]]:
-    """Exit status and errors of each process of a group that runs a script.
+) -> list[CompletedProcess[str]]:
+    """How each process of a group ends that runs a script.
 
     It knows ``rank``, ``size`` and the name of the ``device``, on which its tensors are by default.
     """
 
-    def process(rank: int) -> tuple[int, str]:
-        words = [sys.executable, "-c", START + script + END]
-        words += [str(rank), str(size), str(folder / "store"), device.type, str(timeout)]
-        done = run(words, capture_output=True, text=True, timeout=900, check=False)
-        return done.returncode, done.stderr
+    def process(rank: int) -> CompletedProcess[str]:
+        code = START + script + END
+        words = [str(word) for word in (rank, size, folder / "store", device.type, timeout)]
+        if device.type == "cpu":
+            return forked(code, *words)
+        command = [sys.executable, "-c", code, *words]
+        return run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(process, range(size)))
@@ -74,8 +114,8 @@ def outcomes(
 
 def run_processes(script: str, device: torch.device, most: int, folder: Path) -> None:
     """Run a script in up to ``most`` processes of one group, which must all succeed."""
-    for code, error in outcomes(script, device, processes_on(device, most), folder):
-        assert code == 0, error[-3000:]
+    for done in outcomes(script, device, processes_on(device, most), folder):
+        assert done.returncode == 0, done.stderr[-3000:]
 
 
 def leaving(program: Path, folder: Path) -> Path:

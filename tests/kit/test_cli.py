@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import forked
 
 from torchkiln.bench import case, peers, plan, regression, result, runs
 from torchkiln.cli import COMMANDS, bench_parser, main
@@ -261,14 +262,14 @@ def test_a_full_disk_leaves_the_old_output(output: str, tmp_path: Path) -> None:
         "import torch\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "record = Record(environment(torch.device('cpu')), ())\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))\n"
-        "command.write(bench_parser.bench([sys.argv[1]]), record)\n"
+        "before = resource.getrlimit(resource.RLIMIT_FSIZE)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))\n"
+        "try: command.write(bench_parser.bench([sys.argv[1]]), record)\n"
+        "finally: resource.setrlimit(resource.RLIMIT_FSIZE, before)\n"
     )
     path = tmp_path / "bench.json"
     path.write_text("the old results, which are longer than 10 bytes")
-    command = [sys.executable, "-W", "ignore", "-c", code, output.format(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "File too large" in done.stderr
+    assert "File too large" in forked(code, output.format(tmp_path)).stderr
     assert path.read_text() == "the old results, which are longer than 10 bytes"
     assert [file.name for file in tmp_path.iterdir()] == ["bench.json"]
 

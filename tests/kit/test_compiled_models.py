@@ -109,6 +109,7 @@ def ops_in(caplog: pytest.LogCaptureFixture) -> dict[str, int]:
     return found
 
 
+@pytest.mark.rotates("dtype", 2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 def test_a_step_is_as_close_to_float64_as_in_eager(

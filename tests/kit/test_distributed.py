@@ -34,39 +34,45 @@ class Block(nn.Module):
 
 torch.manual_seed(0)
 alone = Block().double()
-torch.manual_seed(0)
-block = Block().double()
 x = torch.randn(4, 6, 16, dtype=torch.float64, requires_grad=True)
 alone(x).square().sum().backward()
 
 mesh = init_device_mesh(device, (size,))
-if kind == "tensor parallel":
-    plan = {
-        "norm": SequenceParallel(),
-        "up": ColwiseParallel(input_layouts=Shard(1)),
-        "down": RowwiseParallel(output_layouts=Shard(1)),
-    }
-    parallelize_module(block, mesh, plan)
-    mine = distribute_tensor(x.detach(), mesh, [Shard(1)]).to_local().requires_grad_()
-    block(mine).square().sum().backward()
-    torch.testing.assert_close(mine.grad, distribute_tensor(x.grad, mesh, [Shard(1)]).to_local())
-else:
-    fully_shard(block, mesh=mesh)
-    mine = x.detach().chunk(size)[rank]
-    block(mine).square().sum().backward()
-for one, other in zip(block.parameters(), alone.parameters(), strict=True):
-    found = one.grad.full_tensor()
-    found = found * size if kind == "FSDP2" else found  # which averages over the devices
-    torch.testing.assert_close(found, other.grad)
+
+
+def check(kind):
+    torch.manual_seed(0)
+    block = Block().double()
+    if kind == "tensor parallel":
+        plan = {
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+        parallelize_module(block, mesh, plan)
+        mine = distribute_tensor(x.detach(), mesh, [Shard(1)]).to_local().requires_grad_()
+        block(mine).square().sum().backward()
+        grad = distribute_tensor(x.grad, mesh, [Shard(1)]).to_local()
+        torch.testing.assert_close(mine.grad, grad)
+    else:
+        fully_shard(block, mesh=mesh)
+        mine = x.detach().chunk(size)[rank]
+        block(mine).square().sum().backward()
+    for one, other in zip(block.parameters(), alone.parameters(), strict=True):
+        found = one.grad.full_tensor()
+        found = found * size if kind == "FSDP2" else found  # which averages over the devices
+        torch.testing.assert_close(found, other.grad)
+
+
+for kind in ("tensor parallel", "FSDP2"):
+    check(kind)
 """
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
-@pytest.mark.parametrize("kind", ["tensor parallel", "FSDP2"])
-def test_gradients_of_two_processes_are_those_of_one(
-    kind: str, device: torch.device, tmp_path: Path
-) -> None:
-    run_processes(f"kind = {kind!r}\n" + SCRIPT, device, 2, tmp_path)
+def test_gradients_of_two_processes_are_those_of_one(device: torch.device, tmp_path: Path) -> None:
+    """Tensor parallel and under FSDP2."""
+    run_processes(SCRIPT, device, 2, tmp_path)
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import forked
 
 from torchkiln import jit
 from torchkiln.jit.compile import cache, toolkit
@@ -98,8 +99,7 @@ def test_a_killed_process_blocks_no_other(nvrtc: toolkit.Toolkit, source: Path) 
         "nvrtc.compile_program = lambda *_: os.kill(os.getpid(), 9)\n"
         "jit.load(sys.argv[1])"
     )
-    command = [sys.executable, "-W", "ignore", "-c", code, str(source)]
-    assert subprocess.run(command, check=False).returncode == -9
+    assert forked(code, source).returncode == -9
     assert jit.load(source).relu.signature.name == "relu"
 
 

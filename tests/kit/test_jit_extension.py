@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import sysconfig
 import threading
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import forked
 
 from torchkiln import jit
 from torchkiln.jit import cpp_extension
@@ -77,8 +76,7 @@ def test_a_killed_build_blocks_no_other(tmp_path: Path) -> None:
         "folder = Path(sys.argv[1])\n"
         "with locked(folder): (folder / 'lock').touch(); os.kill(os.getpid(), 9)"
     )
-    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)]
-    assert subprocess.run(command, check=False).returncode == -9
+    assert forked(code, tmp_path).returncode == -9
     assert (tmp_path / "lock").exists()  # torch alone would wait for it
     with cpp_extension.locked(tmp_path):
         assert not (tmp_path / "lock").exists()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import multiprocessing
 import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from processes import forked
 
 from torchkiln import jit
 from torchkiln.jit.call.packing import pack
@@ -152,25 +153,22 @@ def test_cache(folder: Path) -> None:
     assert cache.read(name) == binary
 
 
-def write_and_read(folder: str, name: str, rounds: int) -> None:
-    """One process: writes and reads the same binary."""
-    os.environ["TORCHKILN_CACHE"] = folder
-    binary = Binary(b"x" * 100_000, {"k": "k"})
-    for _ in range(rounds):
-        cache.write(name, binary)
-        assert cache.read(name) == binary
+WRITE_AND_READ = """
+import sys
+from torchkiln.jit.compile import cache
+binary = cache.Binary(b"x" * 100_000, {"k": "k"})
+for _ in range(50):
+    cache.write(sys.argv[1], binary)
+    assert cache.read(sys.argv[1]) == binary
+"""
 
 
 def test_many_processes_read_whole_files(folder: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    """Of one entry, which all of them write."""
     name = cache.key("shared")
-    arguments = (str(folder.parent), name, 50)
-    processes = [context.Process(target=write_and_read, args=arguments) for _ in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0, 0, 0]
+    with ThreadPoolExecutor(3) as pool:
+        done = list(pool.map(lambda _: forked(WRITE_AND_READ, name), range(3)))
+    assert [one.returncode for one in done] == [0, 0, 0], done[0].stderr
     assert not list(folder.rglob("unfinished-*"))
 
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import model_times
@@ -51,19 +52,41 @@ def lines(*words: str) -> list[Any]:
 
 def test_lines(tmp_path: Path) -> None:
     file = tmp_path / "models.jsonl"
-    found = lines(
-        *("models", "--rows", "convnext", "--columns", "eager,replace", "--out", str(file))
-    )
+    words = ("--rows", "convnext", "--columns", "replace", "--out", str(file))
+    skipped, row = found = lines("models", *words)
     assert found == [json.loads(line) for line in file.read_text().splitlines()]
-    assert [(row["attention"], row["column"]) for row in found] == [
-        (kind, column) for kind in ("causal", "library") for column in ("eager", "replace")
+    assert [one["attention"] for one in found] == ["causal", "library"]
+    assert skipped["skipped"].startswith("attention is the library's")
+    assert 0 < row["least"] <= row["seconds"] <= row["most"]
+    assert row["environment"]["commit"] == "abc"
+    assert row["replaced"]
+
+
+def test_a_model_without_causal_attention_is_skipped_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its other columns get the reason of the first, and their processes end."""
+    asked, ended = [], []
+
+    def start(row: Any, *_: Any) -> Any:
+        return SimpleNamespace(kill=lambda: ended.append(row), wait=lambda: None)
+
+    def outcome(row: Any, *_: Any) -> list[Any]:
+        asked.append(row)
+        return [{**row, "skipped": f"attention is the library's in {row['model']}"}]
+
+    monkeypatch.setattr(model_times, "start", start)
+    monkeypatch.setattr(model_times, "outcome", outcome)
+    rows = [
+        {"model": model, "column": column, "attention": kind}
+        for kind in ("causal", "library")
+        for model in ("convnext", "vits")
+        for column in ("eager", "replace")
     ]
-    for row in found[:2]:
-        assert row["skipped"].startswith("attention is the library's")
-    for row in found[2:]:
-        assert 0 < row["least"] <= row["seconds"] <= row["most"]
-        assert row["environment"]["commit"] == "abc"
-        assert bool(row["replaced"]) == (row["column"] == "replace")
+    found = list(model_times.measured(rows, None, 0.0, tmp_path))
+    assert [one["skipped"].split()[-1] for one in found] == [row["model"] for row in rows]
+    assert asked == [rows[0], rows[2], *rows[4:]]
+    assert ended == rows
 
 
 def measured(task: str, **row: Any) -> list[Any]:
@@ -78,6 +101,7 @@ def test_attention_of_a_column(attention: str) -> None:
         *measured("models", model="gpt2", column="replace", attention=attention),
     ]
     assert ["attention" in row["replaced"] for row in rows] == [False, attention == "causal"]
+    assert [bool(row["replaced"]) for row in rows] == [False, True]
     assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-2)
 
 

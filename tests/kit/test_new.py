@@ -13,6 +13,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from processes import forked
 
 import torchkiln
 from torchkiln.new import TEMPLATES, check, write_package
@@ -185,8 +186,7 @@ def test_a_run_that_does_not_end(
     if is_there:
         into.mkdir()
     words = [NAME, *options, "--out", str(into)]
-    command = [sys.executable, "-W", "ignore", "-c", KILLED, how, *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = forked(KILLED, how, *words)
     if how == "killed":
         assert done.returncode == -9
         assert [path.name for path in into.iterdir()] == [check.UNFINISHED]

@@ -64,10 +64,10 @@ def test_the_others_end_with_an_error_and_the_checkpoint_loads(
     size = processes_on(device, 2)
     start = time.monotonic()
     *others, last = outcomes(folder + TRAIN + DIE, device, size, tmp_path, timeout=TIMEOUT)
-    assert last[0] == -signal.SIGKILL, last[1][-3000:]
-    for code, error in others:
-        assert code != 0
-        assert "Error" in error, error[-3000:]
+    assert last.returncode == -signal.SIGKILL, last.stderr[-3000:]
+    for other in others:
+        assert other.returncode != 0
+        assert "Error" in other.stderr, other.stderr[-3000:]
     assert time.monotonic() - start < TIMEOUT + 200  # imports and compilation on a busy machine
     (tmp_path / "alone").mkdir()
     run_processes(folder + TRAIN + CONTINUE, torch.device("cpu"), 1, tmp_path / "alone")

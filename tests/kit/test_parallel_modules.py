@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from subprocess import run
 
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run_processes
+from processes import leaving, run_processes
 
 pytestmark = pytest.mark.skipif(
     not dist.is_available(), reason="this torch has no torch.distributed"
@@ -158,9 +160,11 @@ assert module(ones[:, : 16 // size], zeros[:, : 16 // size]).shape == ones.shape
 """
 
 
-def test_processes_end_after_their_checks(device: torch.device, tmp_path: Path) -> None:
+def test_programs_end_after_their_checks(tmp_path: Path) -> None:
     """Without the interpreter's own end, in which a thread of gloo may fail."""
-    run_processes("import atexit, os\natexit.register(os._exit, 7)\n", device, 2, tmp_path)
+    program = tmp_path / "program.py"
+    program.write_text("import atexit, os\natexit.register(os._exit, 7)\n")
+    assert run([sys.executable, str(leaving(program, tmp_path))], check=False).returncode == 0
 
 
 def test_styles_of_modules_with_several_inputs(device: torch.device, tmp_path: Path) -> None:

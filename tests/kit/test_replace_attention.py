@@ -76,6 +76,7 @@ def training(model: Any, call: Any, **given: Any) -> list[Tensor]:
     return [logits, *torch.autograd.grad(loss, list(model.parameters()))]
 
 
+@pytest.mark.rotates("cached", 2)
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma3", "Mistral", "GPT2"])
 def test_causal_calls_get_no_mask(name: str, cached: bool) -> None:

@@ -9,21 +9,20 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import torchkiln
-from torchkiln.testing import OpSpec
-from torchkiln.testing.specs import FAMILIES
+from torchkiln.testing import SPECS, OpSpec
+from torchkiln.testing.sample import FLOATING
 from torchkiln.testing.validation import with_forms
 
 # Checks that depend on the kernel. Autograd and dispatch are the same for all instruction sets.
 CHECKS = """
 import torch
 from torchkiln import testing
-from torchkiln.testing.specs import FAMILIES
-family = FAMILIES["{family}"]
 names = {{"values", "strides", "gradient_values"}}
-cases = [c for c in testing.cases(family, torch.device("cpu")) if c.check.name in names]
-cases = [c for c in cases if c.check.name not in c.spec.excluded]
+cases = [c for c in testing.cases(testing.SPECS, torch.device("cpu")) if c.check.name in names]
+cases = [c for c in cases if c.dtype == {dtype} and c.check.name not in c.spec.excluded]
 for case in cases:
     case.run()
 print(len(cases))
@@ -66,14 +65,15 @@ def checks_of(spec: OpSpec) -> set[str]:
     return names - spec.excluded.keys()
 
 
-@pytest.mark.rotates("instructions", 2)
+@pytest.mark.rotates("dtype", len(FLOATING))
+@pytest.mark.parametrize("dtype", FLOATING, ids=str)
 @pytest.mark.parametrize("instructions", ["baseline", "avx2"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_contract(family: str, instructions: str) -> None:
+def test_contract(instructions: str, dtype: torch.dtype) -> None:
+    """All ops in one process, as it begins with the import of torch."""
     needs(instructions)
-    count = int(run(CHECKS.format(family=family), instructions))
-    specs = [spec for spec in with_forms(FAMILIES[family]) if "cpu" in spec.devices]
-    assert count == sum(len(spec.dtypes) * len(checks_of(spec)) for spec in specs)
+    count = int(run(CHECKS.format(dtype=dtype), instructions))
+    specs = [spec for spec in with_forms(SPECS) if "cpu" in spec.devices and dtype in spec.dtypes]
+    assert count == sum(len(checks_of(spec)) for spec in specs)
 
 
 def test_the_choice_is_made() -> None:
