@@ -57,7 +57,10 @@ Table = Mapping[tuple[str, str], list[Timed]]
 
 
 def table_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The table of a run of ``torchkiln bench``, from its large calls of ops in ``OPS``."""
+    """The table of a run of ``torchkiln bench``, from its large calls of ops in ``OPS``.
+
+    ValueError if the run has none beside ``torch.compile``, forward and backward.
+    """
     found: dict[tuple[str, str, int], dict[str, list[float]]] = {}
     for row in record["rows"]:
         times = row["times"]
@@ -73,6 +76,12 @@ def table_of(record: Mapping[str, Any]) -> dict[str, Any]:
             rows.append(
                 row | {"torchkiln": float(f"{ours:.4g}"), "compile": float(f"{compiled:.4g}")}
             )
+    if not rows:
+        raise ValueError(
+            "torchkiln.bench: --compile: got a run without large calls, forward and backward, of "
+            f"{', '.join(OPS)} beside torch.compile, expected some; leave out --peers, --direction "
+            "and kinds of calls, and name none but these ops"
+        )
     return {"schema": SCHEMA, "environment": record["environment"], "rows": rows}
 
 
