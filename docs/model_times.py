@@ -38,7 +38,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 }
 """The columns of each measurement."""
 DEFAULT_ROWS = {
-    "models": "llama,qwen3,gpt2,bert,vit,gemma3,olmo2,t5,whisper,swinv2,convnext",
+    "models": "llama,qwen3,gpt2,bert,vit,gemma3,olmo2,t5,whisper,swinv2,convnext,blocks",
     "lengths": "llama2layers",
     "small": "gpt2small,vits",
 }

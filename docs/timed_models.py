@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+import torchkiln
 
 TINY: dict[str, Any] = {
     "vocab_size": 99,
@@ -89,6 +92,49 @@ class Model:
         return {name: x, "labels": torch.arange(count, device=device) % 2}
 
 
+class Blocks(nn.Module):
+    """A Llama of :class:`torchkiln.nn.TransformerBlock`."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        super().__init__()
+        dim, size = options["hidden_size"], options["intermediate_size"]
+        heads = options["num_attention_heads"], options["num_key_value_heads"]
+        self.tokens = nn.Embedding(options["vocab_size"], dim)
+        layers = range(options["num_hidden_layers"])
+        block = torchkiln.nn.TransformerBlock
+        self.layers = nn.ModuleList(block(dim, *heads, None, size) for _ in layers)
+        self.norm = torchkiln.nn.AddRMSNorm(dim)
+        self.head = nn.Linear(dim, options["vocab_size"], bias=False)
+        angles = torchkiln.nn.RotaryEmbedding(dim // heads[0], LENGTH)
+        self.angles = angles.cos.float(), angles.sin.float()  # no buffers: they stay float32
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """The loss of the next tokens."""
+        x, residual = self.tokens(input_ids), None
+        cos, sin = (table[: input_ids.shape[1]] for table in self.angles)
+        for layer in self.layers:
+            x, residual = layer(x, residual, cos, sin)
+        logits = self.head(self.norm(x, residual)[0]).flatten(0, 1)
+        target = F.pad(labels, (0, 1), value=-100)[:, 1:].flatten()
+        loss = torchkiln.cross_entropy(logits, target, loss_dtype=torch.float32)
+        return {"loss": loss}
+
+
+class OwnModel(Model):
+    """A model without transformers."""
+
+    def build(self, device: torch.device, *, tiny: bool = False) -> nn.Module:
+        """The model in bfloat16, in training mode."""
+        options = {**self.options, **({k: TINY[k] for k in self.options} if tiny else {})}
+        torch.manual_seed(0)
+        with torch.device(device):
+            return Blocks(options).to(torch.bfloat16).train()
+
+    def model_class(self) -> Any:
+        """The class."""
+        return Blocks
+
+
 def loss_of(result: Any) -> Tensor:
     """The loss of a result, or the mean square of a model without a loss."""
     loss = result.get("loss")
@@ -126,8 +172,9 @@ def llama(layers: int) -> dict[str, Any]:
     return sized(4096, layers, 32, 14336, num_key_value_heads=8, vocab_size=128256, **LONG)
 
 
+LENGTH = 8192
 LONG = {
-    "max_position_embeddings": 8192,
+    "max_position_embeddings": LENGTH,
     "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
 }
 GPT2 = {"vocab_size": 50257, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
@@ -227,6 +274,12 @@ MODELS: dict[str, Model] = {
         hidden_sizes=[128, 256, 512, 1024],
         image_size=224,
         num_labels=1000,
+    ),
+    "blocks": OwnModel(
+        "4 layers of Llama 3 8B from torchkiln.nn.TransformerBlock, 4 x 4096 tokens",
+        *("", ""),
+        sized(4096, 4, 32, 14336, num_key_value_heads=8, vocab_size=128256),
+        (4, 4096),
     ),
     "llama2layers": model(
         "Llama 3 8B, 2 of its layers, one sequence", *LLAMA, (1, 4096), **llama(2)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from timed_models import MODELS, loss_of
+from timed_models import MODELS, Blocks, loss_of
 from torch import Tensor, nn
 
 import torchkiln
@@ -22,6 +22,8 @@ from torchkiln.patch import Report
 
 STEPS, WARM = 12, 2
 LENGTHS, SHORTEST, LONGEST = 60, 64, 4096
+LEAST_STAGE = 0.5
+"""Seconds from which a stage of torch.compile is in a line."""
 
 Row = dict[str, Any]
 Step = Callable[[], Tensor]
@@ -58,7 +60,7 @@ def prepared(model: nn.Module, row: Row) -> tuple[Callable[..., Any], dict[str, 
             raise Skip(why_library(report))
         if column == "head" and "head" not in counts:
             raise Skip("no head is replaced")
-    elif is_causal:
+    elif is_causal and not isinstance(model, Blocks):
         route_attention(model)
     if column == "backend":
         return torch.compile(model, backend="torchkiln"), counts
@@ -114,6 +116,14 @@ def made(row: Row, device: torch.device) -> nn.Module:
     return model
 
 
+def compiling() -> dict[str, float]:
+    """The seconds of the stages of torch.compile; one stage contains others."""
+    from torch._dynamo.utils import compilation_time_metrics  # noqa: PLC0415  after torch.compile
+
+    total = {name: round(sum(found), 2) for name, found in compilation_time_metrics.items()}
+    return {name: seconds for name, seconds in total.items() if seconds >= LEAST_STAGE}
+
+
 def measure_model(row: Row, device: torch.device) -> Iterator[Row]:
     """Step time, memory and start-up of a whole model."""
     model = made(row, device)
@@ -137,6 +147,7 @@ def measure_model(row: Row, device: torch.device) -> Iterator[Row]:
         "start_seconds": start,
         "loss": loss,
         "replaced": counts,
+        "compiling": compiling(),
     }
 
 

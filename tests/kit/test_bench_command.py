@@ -189,6 +189,47 @@ def test_the_table_of_a_record(tmp_path: Path) -> None:
     assert found.columns == 16
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--peers=eager"], "--peers: got eager, expected compile: --compile writes the times"),
+        (["--direction=forward"], "--direction: got forward, expected both: --compile writes"),
+        (["--host"], "--host: got it alone, expected --calls beside it: --compile writes"),
+    ],
+)
+def test_a_run_without_the_times_of_a_table(
+    given: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(command, "measure", None)
+    table = tmp_path / "table.json"
+    assert command.main(["silu", "--device=cpu", f"--compile={table}", *given]) == 2
+    assert words in capsys.readouterr().err
+    assert not table.exists()
+
+
+def test_a_record_without_the_times_of_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record, table = tmp_path / "bench.json", tmp_path / "table.json"
+    given = ["silu", "--device=cpu", "--shape=8x16", "--peers=eager", "--dtype=fp32"]
+    assert command.main([*given, f"--json={record}"]) == 0
+    assert command.main([f"--read={record}", f"--compile={table}"]) == 2
+    assert "--compile: got a run without large calls" in capsys.readouterr().err
+    assert not table.exists()
+
+
+def test_a_table_has_rows_of_all_dtypes_that_models_are_trained_in(tmp_path: Path) -> None:
+    record, table = tmp_path / "bench.json", tmp_path / "table.json"
+    given = ["tanh", "--device=cpu", "--shape=8x16", f"--json={record}", f"--compile={table}"]
+    assert command.main(given) == 0
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        assert timed(table, "tanh", torch.empty(8, 16, dtype=dtype)) is not None
+
+
 def test_a_skip_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
     """All calls that are skipped for one reason have one line."""
     given = ["add", "--device=cpu", "--dtype=float32", "--peers=eager", "--within=0.0000001"]

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchkiln.patch.compiled.backend import backend
-from torchkiln.patch.compiled.choice import SHIPPED, Choice, note, table_of, timed
+from torchkiln.patch.compiled.choice import Choice, note, table_of, timed
+from torchkiln.patch.table import SHIPPED
 
 transformers = pytest.importorskip("transformers")
 

@@ -34,6 +34,15 @@ def test_models_run(name: str) -> None:
     assert sum(p.numel() for p in full.parameters()) > 2e7
 
 
+def test_own_blocks_compile_as_one_graph() -> None:
+    (row,) = measured("models", model="blocks", column="compile")
+    (eager,) = measured("models", model="blocks", column="eager")
+    assert row["loss"] == pytest.approx(eager["loss"], rel=1e-2)
+    stages = row["compiling"]
+    assert 0 < stages["_compile.compile_inner"] <= row["start_seconds"]
+    assert not row["replaced"]
+
+
 def test_names_are_those_of_models() -> None:
     names = [name for task in model_times.DEFAULT_ROWS.values() for name in task.split(",")]
     assert sorted(names) == sorted(MODELS)

@@ -69,6 +69,7 @@ struct Forward {
     TORCHKILN_FIELDS(self.weight, self.ignore_index, self.reduction, self.label_smoothing,
                      self.z_loss, self.loss_dtype, self.check_target, self.accuracy);
   };
+  static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
       "torchkiln::_cross_entropy_forward(Tensor logits, Tensor target, Tensor? weight, "
       "int ignore_index, str reduction, float label_smoothing, float z_loss, "
@@ -116,6 +117,7 @@ void check_backward(const Tensor& grad, const Tensor& logits, const Tensor& targ
 }
 
 struct Backward {
+  static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
       "torchkiln::_cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, "
       "Tensor? weight, Tensor state, int ignore_index, str reduction, float label_smoothing, "
@@ -241,6 +243,7 @@ auto with_softcap(const Tensor& logits, const Tensor& target, Options options)
 }
 
 struct Op {
+  static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
       "torchkiln::cross_entropy(Tensor logits, Tensor target, Tensor? weight=None, *, "
       "int ignore_index=-100, str reduction='mean', float label_smoothing=0.0, float z_loss=0.0, "
@@ -280,6 +283,7 @@ struct WithMetrics {
     }
   };
   static constexpr const char* kName = "cross_entropy";
+  static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
       "torchkiln::_cross_entropy_with_metrics(Tensor logits, Tensor target, Tensor? weight=None, "
       "*, int ignore_index=-100, str reduction='mean', float label_smoothing=0.0, "

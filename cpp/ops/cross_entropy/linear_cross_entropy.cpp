@@ -156,6 +156,7 @@ Call cast_call(const Autocast& cast, Call call) {
 }
 
 struct Op {
+  static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
       "torchkiln::linear_cross_entropy(Tensor x, Tensor linear_weight, Tensor target, "
       "Tensor? linear_bias=None, Tensor? weight=None, *, int ignore_index=-100, "
@@ -200,6 +201,7 @@ struct WithMetrics {
     }
   };
   static constexpr const char* kName = "linear_cross_entropy";
+  static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
       "torchkiln::_linear_cross_entropy_with_metrics(Tensor x, Tensor linear_weight, "
       "Tensor target, Tensor? linear_bias=None, Tensor? weight=None, *, int ignore_index=-100, "

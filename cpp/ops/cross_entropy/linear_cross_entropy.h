@@ -60,6 +60,7 @@ struct Forward {
       return std::tuple_cat(Call::fields(self), std::tie(self.wanted, self.loss.accuracy));
     }
   };
+  static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
       "torchkiln::_linear_cross_entropy_forward(Tensor x, Tensor linear_weight, Tensor target, "
       "Tensor? linear_bias, Tensor? weight, int ignore_index, str reduction, "
@@ -72,6 +73,7 @@ struct Forward {
 };
 
 struct Backward {
+  static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
       "torchkiln::_linear_cross_entropy_backward(Tensor x, Tensor linear_weight, Tensor target, "
       "Tensor? linear_bias, Tensor? weight, int ignore_index, str reduction, "

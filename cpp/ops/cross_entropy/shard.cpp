@@ -36,6 +36,7 @@ struct ShardOptions : LossOptions {
 // ---- forward: numbers of each row ----
 
 struct Shard {
+  static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
       "torchkiln::_cross_entropy_shard(Tensor logits, Tensor target, Tensor? weight, "
       "int ignore_index, float label_smoothing, int first_class, int all_classes) -> Tensor";
@@ -69,6 +70,7 @@ struct ShardBackwardOptions : ShardOptions {
 
 struct ShardBackward {
   static constexpr const char* kName = "cross_entropy_shard_backward";
+  static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
       "torchkiln::_cross_entropy_shard_backward(Tensor grad, Tensor logits, Tensor target, "
       "Tensor? weight, Tensor state, int ignore_index, float label_smoothing, int first_class, "

@@ -85,6 +85,7 @@ struct Backward {
 
     TORCHKILN_FIELDS(self.grad, self.state, self.p, self.bias_dtype, self.wanted, self.x_dtype);
   };
+  static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
       "torchkiln::_dropout_add_backward(Tensor grad, Tensor state, float p, ScalarType bias_dtype, "
       "bool[2] wanted, ScalarType? x_dtype=None) -> (Tensor, Tensor)";
@@ -228,6 +229,7 @@ struct WithState {
     }
     TORCHKILN_FIELDS(self.x, self.given_bias, self.residual, self.state, self.p);
   };
+  static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
       "torchkiln::_dropout_add_with_state(Tensor x, Tensor? bias, Tensor residual, Tensor? state, "
       "float p) -> Tensor";
@@ -308,6 +310,7 @@ struct DropoutAddCall : Call {
   TORCHKILN_FIELDS(self.x, self.residual, self.p, self.training);
 };
 struct DropoutAdd : DropoutOp<DropoutAddCall> {
+  static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
       "torchkiln::dropout_add(Tensor x, Tensor residual, float p=0.5, bool training=True) -> "
       "Tensor";
@@ -319,6 +322,7 @@ struct BiasDropoutAddCall : Call {
   TORCHKILN_FIELDS(self.x, self.bias, self.residual, self.p, self.training);
 };
 struct BiasDropoutAdd : DropoutOp<BiasDropoutAddCall> {
+  static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
       "torchkiln::bias_dropout_add(Tensor x, Tensor bias, Tensor residual, float p=0.5, "
       "bool training=True) -> Tensor";

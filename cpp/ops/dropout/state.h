@@ -39,6 +39,7 @@ inline RandomState next_state(const Tensor& where) {
 /// the device, because each replay of a CUDA graph draws its own. Traced graphs contain this op, so
 /// that they can save its result and compute the rest again.
 struct State {
+  static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema = "torchkiln::_dropout_state(Tensor x) -> Tensor";
   static constexpr const char* kName = "dropout_state";
   static constexpr bool kRandom = true;

@@ -70,6 +70,7 @@ variable_list gradients(const Incoming& in, const Kept<4>& kept, const Settings&
 }
 
 struct Op {
+  static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
       "torchkiln::gated_rms_norm(Tensor x, Tensor gate, SymInt[1] normalized_shape, "
       "Tensor? weight=None, float? eps=None, *, bool gate_first=False, int groups=1, "

@@ -35,6 +35,7 @@ Two run(const Call& call, bool wants_rstd);
 
 /// The forward that also returns rstd: {y, rstd}.
 struct Forward {
+  static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
       "torchkiln::_gated_rms_norm_forward(Tensor x, Tensor gate, SymInt[] normalized_shape, "
       "Tensor? weight, float eps, bool gate_first, int groups, float offset) -> (Tensor, Tensor)";
@@ -56,6 +57,7 @@ struct Backward {
     TORCHKILN_FIELDS(self.grad, self.x, self.gate, self.rstd, self.weight, self.gate_first,
                      self.offset, self.wanted);
   };
+  static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
       "torchkiln::_gated_rms_norm_backward(Tensor grad, Tensor x, Tensor gate, Tensor rstd, "
       "Tensor? weight, bool gate_first, float offset, bool[3] wanted) -> (Tensor, Tensor, Tensor)";

@@ -176,6 +176,7 @@ Two pass_activation(const Incoming& in, const Tensor& kept, const MaybeTensor& m
 }
 
 struct Op {
+  static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
       // No `*`: DTensor distributes positional tensors alone, and the residual is one.
       "torchkiln::linear(Tensor x, Tensor weight, Tensor? bias=None, str act='none', "

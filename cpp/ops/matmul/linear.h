@@ -19,6 +19,7 @@ struct Call {
 /// Returns the output and the preactivation, which is empty if the derivative of the activation
 /// needs another tensor, or none. On the CPU it does not include a bias of another dtype than x.
 struct Forward {
+  static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
       "torchkiln::_linear_forward(Tensor x, Tensor weight, Tensor? bias, str act, float scale, "
       "Tensor? residual) -> (Tensor, Tensor)";

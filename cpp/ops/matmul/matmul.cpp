@@ -127,6 +127,7 @@ Tensor gradient_of_b(const Tensor& grad, const Tensor& a, SymIntArrayRef sizes, 
 }
 
 struct Op {
+  static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema = "torchkiln::matmul(Tensor a, Tensor b) -> Tensor";
 
   static Tensor meta(const Tensor& a, const Tensor& b) {

@@ -232,12 +232,14 @@ template <class Kind>
 struct Schema;
 template <>
 struct Schema<Plain> {
+  static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
       "torchkiln::mlp(Tensor x, Tensor up_weight, Tensor down_weight, Tensor? up_bias=None, "
       "Tensor? down_bias=None, *, str act='gelu', str save='preact') -> Tensor";
 };
 template <>
 struct Schema<Gated> {
+  static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
       "torchkiln::gated_mlp(Tensor x, Tensor gate_up_weight, Tensor down_weight, "
       "Tensor? gate_up_bias=None, Tensor? down_bias=None, *, str act='silu', str save='preact') "

@@ -147,18 +147,21 @@ struct AddNormOp {
 };
 
 struct LayerNorm : NormOp<LayerNormCall> {
+  static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
       "torchkiln::layer_norm(Tensor x, SymInt[1] normalized_shape, Tensor? weight=None, "
       "Tensor? bias=None, float eps=1e-05, *, float offset=0.0, str round=\"once\") -> Tensor";
 };
 
 struct RmsNorm : NormOp<RmsNormCall> {
+  static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
       "torchkiln::rms_norm(Tensor x, SymInt[1] normalized_shape, Tensor? weight=None, "
       "float? eps=None, *, float offset=0.0, str round=\"once\") -> Tensor";
 };
 
 struct AddLayerNorm : AddNormOp<LayerNormCall> {
+  static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
       "torchkiln::add_layer_norm(Tensor x, Tensor residual, SymInt[1] normalized_shape, "
       "Tensor? weight=None, Tensor? bias=None, float eps=1e-05, *, float offset=0.0, "
@@ -166,6 +169,7 @@ struct AddLayerNorm : AddNormOp<LayerNormCall> {
 };
 
 struct AddRmsNorm : AddNormOp<RmsNormCall> {
+  static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
       "torchkiln::add_rms_norm(Tensor x, Tensor residual, SymInt[1] normalized_shape, "
       "Tensor? weight=None, float? eps=None, *, float offset=0.0, str round=\"once\") -> "

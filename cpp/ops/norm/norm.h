@@ -106,6 +106,7 @@ struct Forward {
     TORCHKILN_FIELDS(self.x, self.shape, self.weight, self.bias, self.eps, self.offset, self.round,
                      self.centered);
   };
+  static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
       "torchkiln::_norm_forward(Tensor x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, "
       "float eps, float offset, str round, bool centered) -> (Tensor, Tensor)";
@@ -119,6 +120,7 @@ struct AddForward {
     TORCHKILN_FIELDS(self.x, self.residual, self.shape, self.weight, self.bias, self.eps,
                      self.offset, self.round, self.centered);
   };
+  static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
       "torchkiln::_add_norm_forward(Tensor x, Tensor residual, SymInt[] normalized_shape, "
       "Tensor? weight, Tensor? bias, float eps, float offset, str round, bool centered) -> "
@@ -143,6 +145,7 @@ struct Backward {
     TORCHKILN_FIELDS(self.grad, self.grad_sum, self.z, self.stats, self.weight, self.offset,
                      self.weight_dtype, self.wanted);
   };
+  static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
       "torchkiln::_norm_backward(Tensor grad, Tensor? grad_sum, Tensor z, Tensor stats, "
       "Tensor? weight, float offset, ScalarType weight_dtype, bool[3] wanted) -> "

@@ -63,6 +63,7 @@ struct QkvBackward {
                             QkvCall::fields(self), std::tie(self.wanted));
     }
   };
+  static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
       "torchkiln::_qkv_norm_rope_backward(Tensor? grad_q, Tensor? grad_k, Tensor? grad_v, "
       "Tensor qkv, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, int num_heads, "
@@ -115,6 +116,7 @@ struct QkvBackward {
 
 /// Saves its arguments: the backward computes the norms again from qkv, which it reads anyway.
 struct Qkv {
+  static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
       "torchkiln::qkv_norm_rope(Tensor qkv, Tensor cos, Tensor sin, Tensor? q_weight, "
       "Tensor? k_weight, int num_heads, int num_kv_heads, *, float eps=1e-6, str norm='head', "

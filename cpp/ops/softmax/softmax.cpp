@@ -101,6 +101,7 @@ void put_dim_last(Call& call, MaybeTensor& mask, const Tensor& tensor, int64_t d
 }
 
 struct Backward {
+  static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
       "torchkiln::_softmax_backward(Tensor grad, Tensor y, int dim, bool log, float scale, "
       "Tensor? mask, bool causal) -> Tensor";
@@ -174,12 +175,14 @@ Tensor composite_gradient(const BackwardCall& call) {
 
 template <bool kLog>
 struct Schema {
+  static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
       "torchkiln::softmax(Tensor x, int dim, *, float scale=1.0, Tensor? mask=None, "
       "bool causal=False, ScalarType? dtype=None) -> Tensor";
 };
 template <>
 struct Schema<true> {
+  static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
       "torchkiln::log_softmax(Tensor x, int dim, *, float scale=1.0, Tensor? mask=None, "
       "bool causal=False, ScalarType? dtype=None) -> Tensor";

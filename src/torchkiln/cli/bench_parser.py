@@ -24,6 +24,8 @@ from torchkiln.cli.options import (
 from torchkiln.cli.parsers import parser
 
 DEFAULT_DTYPES = ("float32", "bfloat16")
+COMPILE_DTYPES = ("float32", "float16", "bfloat16")
+"""The default with ``--compile``: dtypes in which models are trained."""
 PEERS = ("eager", "compile", "liger", "quack", "cudnn")
 REPORT_SECONDS = 8 * 60
 REPORT_KINDS = ("host", "calls", "sweep")
@@ -86,12 +88,12 @@ def bench(given: Sequence[str] | None) -> argparse.Namespace:
     add("ops", nargs="*", metavar="OP", help="names of ops, from the list below (default: all)")
     add("--specs", metavar="MODULE", help="take the ops of SPECS in a module or a .py file")
     add("--device", type=device, help="cpu, cuda or cuda:N (default: a GPU where there is one)")
+    usual = f"{','.join(DEFAULT_DTYPES)}; with --compile float16, too"
     add(
         "--dtype",
         type=dtypes,
-        default=DEFAULT_DTYPES,
         metavar="DTYPE,...",
-        help=f"{', '.join(DTYPES)} (default: {','.join(DEFAULT_DTYPES)})",
+        help=f"{', '.join(DTYPES)} (default: {usual})",
     )
     add(
         "--shape",
@@ -134,6 +136,7 @@ def bench(given: Sequence[str] | None) -> argparse.Namespace:
         "--read", type=Path, metavar="FILE.json", help="take the rows of a file, measure nothing"
     )
     found = options.parse_args(given)
+    found.dtype = found.dtype or (COMPILE_DTYPES if found.compile else DEFAULT_DTYPES)
     if found.compile and found.peers == PEERS:
         found.peers = ("compile",)
     if found.report:
@@ -148,3 +151,20 @@ def require_outputs(options: argparse.Namespace) -> None:
         make_folder("torchkiln.bench", "--out", options.out)
     require_json("torchkiln.bench", options.json)
     require_json("torchkiln.bench", options.compile, "--compile")
+    if options.compile and not options.read:
+        require_table(options)
+
+
+def require_table(options: argparse.Namespace) -> None:
+    """Refuse a run that does not time what a table of ``--compile`` consists of."""
+    kinds = options.kinds or ["calls"]
+    for name, got, expected, is_right in (
+        ("--peers", ",".join(options.peers), "compile", "compile" in options.peers),
+        ("--direction", options.direction, "both", options.direction == "both"),
+        (f"--{kinds[0]}", "it alone", "--calls beside it", "calls" in kinds),
+    ):
+        if not is_right:
+            raise ValueError(
+                f"torchkiln.bench: {name}: got {got}, expected {expected}: --compile writes the "
+                "times of large calls, forward and backward, and those of torch.compile"
+            )

@@ -87,7 +87,8 @@ def conv_norm_act(
     """``act(norm(conv(x)) + residual)``.
 
     In eval mode the batch norm is folded into the weight of the convolution, unless
-    :func:`run_folded` returns None. ``in_place`` as for :func:`norm_act`.
+    :func:`run_folded` returns None. A fold is kept by the versions of parameters, which a compiled
+    graph does not see: there the batch norm runs. ``in_place`` as for :func:`norm_act`.
     """
     parts = None if norm.training or is_compiling() else parts_of(conv, norm, x)
     if parts is None:

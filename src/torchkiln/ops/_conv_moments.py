@@ -21,7 +21,7 @@ def conv_with_moments(
 
     The kernel needs filters of one element, adjacent channels, half precision and a GPU of compute
     capability 9.0. It runs where it takes less time than torch's convolution plus a pass over the
-    results.
+    results, which the sizes of a real tensor say: not under torch.compile.
     """
     if not x.is_cuda or bias is not None or not is_pixelwise(weight, geometry):
         return None

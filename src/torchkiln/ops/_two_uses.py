@@ -14,6 +14,7 @@ def two_uses(x: Tensor) -> tuple[Tensor, Tensor]:
 
     If ``x`` is the result of a batch norm with a residual and relu, the backward pass of the batch
     norm adds both gradients. Otherwise autograd adds them in a separate kernel. Both round equally.
+    The node of the batch norm is found in autograd's graph, which a compiled graph does not have.
     """
     if is_compiling() or type(x) is not Tensor or not x.requires_grad or is_transformed():
         return x, x

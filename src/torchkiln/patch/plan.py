@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from torchkiln.patch.report import Replacement
 from torchkiln.patch.source.code import with_class_wrapper
@@ -65,6 +66,13 @@ class Plan(ABC):
         """Whether the op takes this call; the original forward runs otherwise."""
         return True
 
+    def stays(self, *_: Any) -> bool:
+        """Whether the op stays while ``torch.compile`` records a call.
+
+        The original forward runs where Inductor's code of torch's ops was measured to be as fast.
+        """
+        return True
+
     def entry(self) -> Callable[..., Any]:
         """The new forward as a function of the module and its arguments."""
         return self.forward
@@ -72,9 +80,12 @@ class Plan(ABC):
     def method(self, original: type[nn.Module]) -> Callable[..., Any]:
         """The forward of the class, which calls the forward of the plan or of ``original``."""
         fits, run, takes_options = self.fits, self.entry(), self.takes_options
+        stays, always = self.stays, type(self).stays is Plan.stays
 
         @functools.wraps(original.forward, updated=())
         def forward(module: nn.Module, /, *args: Any, **options: Any) -> Any:
+            if not always and is_compiling() and not stays(*args):
+                return original.forward(module, *args, **options)
             if not options:
                 if len(args) == 1:  # most calls: passes no tuple and no dict
                     (x,) = args

@@ -54,6 +54,8 @@ using RewrittenOf = decltype(Op::rewritten);
 template <class Op>
 using RandomOf = std::enable_if_t<Op::kRandom>;
 template <class Op>
+using FlexibleLayoutOf = std::enable_if_t<Op::kFlexibleLayout>;
+template <class Op>
 using TakesNumbersOf = std::enable_if_t<Op::kTakesNumbers>;
 template <class Op>
 using NameOf = decltype(Op::kName);

@@ -28,6 +28,9 @@
 //       static Tensor batched(...);                         // for vmap instead of composite()
 //       static Tensor autocast(const Autocast& cast, ...);  // calls the op with cast(x), ...
 //       static constexpr bool kRandom = true;               // the op draws random numbers
+//       static constexpr bool kFlexibleLayout = true;
+//           // compilers may choose the strides of all arguments; the strides of the results must
+//           // not depend on them, nor may the meaning of other values, such as packed bits
 //       static constexpr bool kTakesNumbers = true;         // tensors may be wrapped numbers
 //       static constexpr std::array<size_t, 2> kPromotedBy{0, 1};
 //           // if these arguments have two floating dtypes, all tensors are cast to the wider one
@@ -61,6 +64,7 @@ void define(torch::Library& m) {
   using Key = c10::DispatchKey;
   std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
   if (detail::kHas<detail::RandomOf, Op>) tags.push_back(at::Tag::nondeterministic_seeded);
+  if (detail::kHas<detail::FlexibleLayoutOf, Op>) tags.push_back(at::Tag::flexible_layout);
   m.def(Op::kSchema, std::as_const(tags));
   const auto implement = [&](Key key, auto function) {
     m.impl(name_of_op<Op>(), torch::dispatch(key, function));

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, fx
 
 from torchkiln.patch.compiled import gates, losses, norms, ropes
-from torchkiln.patch.compiled.choice import OPS, Choice, read
+from torchkiln.patch.compiled.choice import OPS, Choice
 from torchkiln.patch.compiled.facts import Facts
+from torchkiln.patch.table import given_table, read
 
 WHERE = "torchkiln.compile"
 
@@ -64,7 +65,7 @@ def chosen(then: str, given: Mapping[str, Any]) -> Choice:
         ours = {ours} if isinstance(ours, str) else set(ours)
         if unknown := sorted(ours - set(OPS)):
             raise ValueError(f"{WHERE}: ours: got {unknown[0]!r}, expected ops of {', '.join(OPS)}")
-    table = None if given.get("table") is None else Path(given["table"])
+    table = given_table() if given.get("table") is None else Path(given["table"])
     if table is not None:
         read(table)
     elif ours is None and then == "eager":

@@ -6,17 +6,15 @@ H100. An op that a table does not have stays torch's.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Iterable, Mapping
-from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from torchkiln.ops._traced import name_of
 from torchkiln.patch.formula import activation, gated
+from torchkiln.patch.table import SCHEMA, SHIPPED, Timed, given_table, rows_of
 
 OPS = (
     *("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", *gated.OPS, *activation.OPS),
@@ -24,46 +22,21 @@ OPS = (
 )
 """The ops that a graph can get."""
 
-SCHEMA = "torchkiln.compile/1"
-
-SHIPPED = Path(__file__).with_name("h100.json")
-
-LEAST_GAIN = 1.05
-"""An op is used if Inductor's code takes this multiple of its time, forward and backward."""
-
-SAME_KERNELS = {
-    "rms_norm": "add_rms_norm",
-    "layer_norm": "add_layer_norm",
-    "linear_cross_entropy": "cross_entropy",
-}
-"""Ops that run the kernels of another op, whose times a table may have instead."""
-
-
-class Timed(NamedTuple):
-    """Seconds of forward and backward of an op for rows of one length."""
-
-    op: str
-    columns: int
-    ours: float
-    compiled: float
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether the op is faster than Inductor's code."""
-        return self.compiled >= LEAST_GAIN * self.ours
-
-
-Table = Mapping[tuple[str, str], list[Timed]]
-"""The times by op and dtype."""
+MODULE_OPS = ("dropout_add", "group_norm", "softmax", "log_softmax")
+"""Further ops that modules of ``replace`` call."""
 
 
 def table_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The table of a run of ``torchkiln bench``, from its large calls of ops in ``OPS``."""
+    """The table of a run of ``torchkiln bench``, from large calls of ops that models get.
+
+    ValueError if the run has none beside ``torch.compile``, forward and backward.
+    """
+    known = (*OPS, *MODULE_OPS)
     found: dict[tuple[str, str, int], dict[str, list[float]]] = {}
     for row in record["rows"]:
         times = row["times"]
         is_large = row["kind"] == "calls" and not row.get("variant")
-        if is_large and row["op"] in OPS and "compile" in times:
+        if is_large and row["op"] in known and "compile" in times:
             of_op = found.setdefault((row["op"], row["dtype"], row["shape"][1]), {})
             of_op[row["direction"]] = [times[name]["seconds"] for name in ("torchkiln", "compile")]
     rows = []
@@ -74,32 +47,18 @@ def table_of(record: Mapping[str, Any]) -> dict[str, Any]:
             rows.append(
                 row | {"torchkiln": float(f"{ours:.4g}"), "compile": float(f"{compiled:.4g}")}
             )
-    return {"schema": SCHEMA, "environment": record["environment"], "rows": rows}
-
-
-@cache
-def read(path: Path) -> Table:
-    """The table in a file."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["schema"] != SCHEMA:
-            raise ValueError(f"schema {content['schema']!r}")
-        table: dict[tuple[str, str], list[Timed]] = {}
-        for row in content["rows"]:
-            timed = Timed(row["op"], row["columns"], row["torchkiln"], row["compile"])
-            table.setdefault((row["op"], row["dtype"]), []).append(timed)
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    if not rows:
         raise ValueError(
-            f"torchkiln.compile: table: got {path} ({type(error).__name__}: {error}), expected a "
-            "file that `torchkiln bench --compile` wrote"
-        ) from error
-    return table
+            "torchkiln.bench: --compile: got a run without large calls, forward and backward, of "
+            f"{', '.join(known)} beside torch.compile, expected some; leave out --peers, "
+            "--direction and kinds of calls, and name none but these ops"
+        )
+    return {"schema": SCHEMA, "environment": record["environment"], "rows": rows}
 
 
 def timed(file: Path, op: str, x: Tensor) -> Timed | None:
     """Times of an op, or of one with its kernels, for the row length nearest to that of ``x``."""
-    table, dtype, columns = read(file), name_of(x.dtype), columns_of(x)
-    rows = table.get((op, dtype)) or table.get((SAME_KERNELS.get(op, ""), dtype)) or ()
+    rows, columns = rows_of(file, op, x.dtype), columns_of(x)
     nearest = (abs(math.log((row.columns + 1) / (columns + 1))) for row in rows)
     return min(zip(nearest, rows, strict=True), default=(0.0, None))[1]
 
@@ -121,9 +80,10 @@ class Choice:
         """Whether to use an op for tensors like ``x``, its input or the logits."""
         if self.ours is not None:
             return op in self.ours
-        if self.table is None and x.device.type != "cuda":
+        table = self.table or given_table()
+        if table is None and x.device.type != "cuda":
             return False
-        found = timed(self.table or SHIPPED, op, x)
+        found = timed(table or SHIPPED, op, x)
         return found is not None and found.is_ours
 
 
@@ -132,7 +92,7 @@ def note(op: str, tensors: Iterable[Tensor]) -> str:
     x = next((t for t in tensors if t.is_floating_point() and t.dim()), None)
     if x is None or x.device.type != "cuda":
         return ""
-    found = timed(SHIPPED, op, x)
+    found = timed(SHIPPED, op, x) if op in OPS else None
     if found is None:
         return ""
     chosen = "this op" if found.is_ours else "torch's ops"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torchkiln.patch.formula.terms import NoFormulaError
 from torchkiln.patch.formula.trace import WIDTHS, Proof, Situation, Trace, Tracer, recorded
 from torchkiln.patch.plan import Match
 from torchkiln.patch.probe import shallow_copy
+from torchkiln.patch.table import stays
 
 OPS = {name: op for name, op in ACTIVATIONS.items() if name != "square"}
 
@@ -37,6 +38,10 @@ class Activation(ProvenPlan):
     def fits(self, module: nn.Module, *args: object) -> bool:
         """Whether this is a proven call."""
         return len(args) == 1 and self.takes(module, *args)
+
+    def stays(self, *args: Any) -> bool:
+        """Whether the op was not measured to be slower than compiled code."""
+        return stays(self.op, *args)
 
     def forward(self, _: nn.Module, x: Tensor) -> Tensor:
         """The op."""

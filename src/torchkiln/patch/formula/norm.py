@@ -19,6 +19,7 @@ from torchkiln.patch.formula.reads import LARGEST
 from torchkiln.patch.formula.trace import WIDTHS, Situation, Trace, Tracer, recorded
 from torchkiln.patch.plan import Match
 from torchkiln.patch.probe import cast, numbers, random_copy, run
+from torchkiln.patch.table import stays
 
 CHANGED_EPS = (LARGEST, 1e-12)
 """Values for an attribute that may be eps: with each of them the formula must have this eps."""
@@ -54,6 +55,10 @@ class Norm(ProvenPlan):
             if name is not None and not is_vector_of(attribute(module, name), args[0]):
                 return False
         return True
+
+    def stays(self, *args: Any) -> bool:
+        """Whether the op was not measured to be slower than compiled code."""
+        return stays(self.op, *args)
 
     def forward(self, module: nn.Module, x: Tensor) -> Tensor:
         """The op with the parameters of the module."""

@@ -18,6 +18,7 @@ from torchkiln.patch.formula.proven import is_dense, is_narrow
 from torchkiln.patch.plan import Match, Plan
 from torchkiln.patch.probe import numbers, random_copy, shallow_copy
 from torchkiln.patch.source.loss_calls import module_loss
+from torchkiln.patch.table import stays
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,11 @@ class TorchModule(Plan):
             if parameter is not None and parameter.dtype not in (dtype, torch.float32):
                 return False
         return type(module.eps) in (float, type(None))
+
+    def stays(self, *args: Any) -> bool:
+        """Whether the op was not measured to be slower than compiled code."""
+        is_by_class = self.original in (nn.GroupNorm, nn.CrossEntropyLoss)
+        return stays(ENTRIES[self.original].op, *args, dim=1 if is_by_class else -1)
 
     def entry(self) -> Callable[..., Any]:
         """The op with the attributes of the module."""

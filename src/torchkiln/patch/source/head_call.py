@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,20 +12,41 @@ from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 
+class Kept(NamedTuple):
+    """A tensor that is read later, and its number of changes."""
+
+    tensor: Tensor
+    version: int
+
+
+def kept(x: Tensor) -> Kept:
+    """A tensor as it is."""
+    return Kept(x, version(x))
+
+
+def check(parts: Iterable[Kept]) -> None:
+    """Raises an error if a tensor has changed."""
+    if is_compiling():  # the graph has the whole forward
+        return
+    for x, was in parts:
+        if version(x) != was or (x.numel() and not x.untyped_storage().nbytes()):
+            raise RuntimeError(
+                "torchkiln.replace: logits: got a head or an input that has changed since the "
+                "forward, expected none: with head=True logits are computed when they are read; "
+                "read them before the optimizer's step, or undo the replacement"
+            )
+
+
 class Call:
     """A call of a head: everything that its result depends on."""
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self.x, self.weight, self.bias = x, weight, bias
-        self.versions = [version(part) for part in self.parts()]
+        self.parts = [kept(part) for part in (x, weight, bias) if part is not None]
         self.modes = modes_of(x.device.type)
         self.has_loss = False
         """Whether a loss was computed without the logits."""
         self.made: Tensor | None = None
-
-    def parts(self) -> list[Tensor]:
-        """The tensors of the call."""
-        return [part for part in (self.x, self.weight, self.bias) if part is not None]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -35,23 +57,10 @@ class Call:
     def product(self) -> Tensor:
         """The result, in the modes of the call: another place in the forward may read it."""
         if self.made is None:
-            self.check()
+            check(self.parts)
             with within(self.x.device.type, self.modes):
                 self.made = F.linear(self.x, self.weight, self.bias)
         return self.made
-
-    def check(self) -> None:
-        """Raises an error if a tensor has changed since the call."""
-        if is_compiling():  # the graph has the whole forward
-            return
-        is_same = [version(part) for part in self.parts()] == self.versions
-        has_memory = all(x.untyped_storage().nbytes() or not x.numel() for x in self.parts())
-        if not is_same or not has_memory:
-            raise RuntimeError(
-                "torchkiln.replace: logits: got a head or an input that has changed since the "
-                "forward, expected none: with head=True logits are computed when they are read; "
-                "read them before the optimizer's step, or undo the replacement"
-            )
 
 
 Modes = tuple[bool, bool, torch.dtype | None]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from torchkiln.nn.plain import attribute, has_hooks
@@ -20,6 +21,7 @@ from torchkiln.patch.plan import Match, plan_of
 from torchkiln.patch.probe import numbers, relative_error
 from torchkiln.patch.source.code import GUARDS, blocks
 from torchkiln.patch.source.text import SCOPES
+from torchkiln.patch.table import is_chosen
 
 LINEAR_ACT = "_kiln_linear_act"
 """The helper in rewritten source: ``act(layer(x))``."""
@@ -73,7 +75,8 @@ def linear_act(*, layer: Any, x: Any, act: Any, owner: Any = None) -> Any:
     if given is not None and not has_hooks(layer):
         found: Any = read(owner, act)
         name: Any = act_of(found, x)
-        if name is not None and not has_hooks(found):
+        is_slower = is_compiling() and not is_chosen("linear", x, len(given[0]), unmeasured=True)
+        if name is not None and not has_hooks(found) and not is_slower:
             return linear(x, *given, act=name)
     y = layer(x)
     return read(owner, act)(y)

@@ -16,7 +16,7 @@ from torchkiln.nn.plain import has_hooks
 from torchkiln.ops.cross_entropy import linear_cross_entropy
 from torchkiln.patch.formula.linear import is_tracing
 from torchkiln.patch.plan import plan_of
-from torchkiln.patch.source.head_call import Call, modes_of, within
+from torchkiln.patch.source.head_call import Call, Kept, check, kept, modes_of, within
 from torchkiln.patch.source.layer import taken
 
 LOGITS = "_kiln_logits"
@@ -38,7 +38,12 @@ class Logits:
     """
 
     def __init__(
-        self, call: Call, rows: Tensor, steps: tuple[tuple[Any, ...], ...], dtype: torch.dtype
+        self,
+        call: Call,
+        rows: Tensor,
+        steps: tuple[tuple[Any, ...], ...],
+        dtype: torch.dtype,
+        added: tuple[Kept, ...] = (),
     ) -> None:
         self.call = call
         self.rows = rows
@@ -46,6 +51,8 @@ class Logits:
         self.steps = steps
         """Names of methods, with arguments."""
         self.dtype = dtype
+        self.added = added
+        """The biases among the steps."""
 
     @property
     def shape(self) -> torch.Size:
@@ -67,6 +74,7 @@ class Logits:
 
     def tensor(self) -> Tensor:
         """The tensor, in the forward that has called the head."""
+        check(self.added)
         made = self.call.product()
         for name, *args in self.steps:
             made = getattr(made, name)(*args)
@@ -78,11 +86,16 @@ class Logits:
             return self.tensor()
 
     def after(
-        self, *step: Any, rows: Tensor | None = None, dtype: torch.dtype | None = None
+        self,
+        *step: Any,
+        rows: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        added: tuple[Kept, ...] = (),
     ) -> Logits:
         """The result of a method."""
         rows = self.rows if rows is None else rows
-        return Logits(self.call, rows, (*self.steps, step), dtype or self.dtype)
+        steps, added = (*self.steps, step), (*self.added, *added)
+        return Logits(self.call, rows, steps, dtype or self.dtype, added)
 
     def float(self) -> Any:
         """In float32."""
@@ -102,8 +115,9 @@ class Logits:
         return self.after("contiguous")
 
     def view(self, *shape: Any) -> Any:
-        """In another shape. A view that torch refuses is a copy here."""
-        return self.reshape(*shape)
+        """In another shape, or of another dtype. A shape that torch refuses is a copy here."""
+        is_dtype = len(shape) == 1 and isinstance(shape[0], torch.dtype)
+        return self.tensor().view(*shape) if is_dtype else self.reshape(*shape)
 
     def reshape(self, *shape: Any) -> Any:
         """In another shape."""
@@ -144,7 +158,7 @@ class Logits:
         if not is_bias or other.dim() > self.dim() or other.dtype not in dtypes:
             return self.tensor() + other
         dtype = torch.promote_types(self.dtype, other.dtype)
-        return self.after("__add__", other, dtype=dtype)
+        return self.after("__add__", other, dtype=dtype, added=(kept(other),))
 
     __radd__ = __add__
 
@@ -161,7 +175,7 @@ class Logits:
         is_plain = type(weight) in PLAIN and weight.dtype == self.dtype
         if weight is not None and (not is_plain or weight.requires_grad):
             return None
-        call.check()
+        check((*call.parts, *self.added))
         bias, softcap, temperature = form
         kind = self.device.type
         has_grad, is_inference, cast = modes_of(kind)

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from torchkiln.ops.cross_entropy import cross_entropy
+from torchkiln.patch.table import stays
 
 OPTIONS = ("weight", "ignore_index", "reduction", "label_smoothing")
 """The options that torch's losses and ours have."""
@@ -40,7 +42,8 @@ def called_loss(input: Any, target: Any, weight: Any = None, *args: Any, **optio
     is_ours = not args and all(name in OPTIONS for name in options)
     smoothing = options.get("label_smoothing", 0.0)
     is_smoothed = isinstance(smoothing, float) and 0 <= smoothing <= 1
-    if is_ours and is_smoothed and fits(input, target, weight):
+    is_ours = is_ours and is_smoothed and fits(input, target, weight)
+    if is_ours and not (is_compiling() and not stays("cross_entropy", input, dim=1)):
         return cross_entropy(input, target, weight, **options)
     loss: Tensor = F.cross_entropy(input, target, weight, *args, **options)
     return loss

@@ -13,6 +13,7 @@ from copy import deepcopy
 from typing import Any
 
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from torchkiln.nn.plain import has_hooks
 from torchkiln.ops.dropout import dropout_add
@@ -24,6 +25,7 @@ from torchkiln.patch.plan import Plan, plan_of
 from torchkiln.patch.source.code import GUARDS, blocks
 from torchkiln.patch.source.dropout import drops
 from torchkiln.patch.source.layer import OwnScope, call_of, captured, helper_call, named, read
+from torchkiln.patch.table import stays
 
 ADD_NORM = "_kiln_add_norm"
 """The helper in rewritten source: ``(norm(a + b), a + b)``, with a dropout of ``a`` or ``b``."""
@@ -37,6 +39,11 @@ OP_OF = {"rms_norm": "add_rms_norm", "layer_norm": "add_layer_norm"}
 def op_of(plan: Plan) -> str | None:
     """The name of the op for a sum and the norm of a plan."""
     return OP_OF.get(str(plan).partition("(")[0]) if plan.kind == "norm" else None
+
+
+def is_kept(plan: Plan, a: Tensor) -> bool:
+    """Whether the op stays in this call, also while ``torch.compile`` records it."""
+    return not is_compiling() or stays(op_of(plan) or "", a)
 
 
 def added(plan: Plan, norm: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,7 +74,12 @@ def add_norm(
         b = b if right is ... else right(b)
         found: Any = read(owner, norm) if is_sum_of_op(a, b) else None
         plan = plan_of(found)
-        if isinstance(plan, (Norm, TorchModule)) and plan.fits(found, a) and not has_hooks(found):
+        if (
+            isinstance(plan, (Norm, TorchModule))
+            and plan.fits(found, a)
+            and not has_hooks(found)
+            and is_kept(plan, a)
+        ):
             return added(plan, found, a, b)
         total = a + b
     return read(owner, norm)(total), total

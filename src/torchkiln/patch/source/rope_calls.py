@@ -50,7 +50,8 @@ class RopeCall(NamedTuple):
 def rope_of(called: Any) -> Any:
     """The op for a proven function; any other value stays: the name may have a new value.
 
-    Under ``torch.compile`` the function stays, too: Inductor fuses it.
+    Under ``torch.compile`` the function stays, too: Dynamo's values have no identity by which
+    :func:`factors_of` knows cos and sin. The backend finds rotations in the graph.
     """
     if is_compiling() or is_transformed() or type(called) is not FunctionType:
         return called

@@ -1,0 +1,125 @@
+"""Measured times of ops beside Inductor's code, and what follows for modules of ``replace``.
+
+``torchkiln bench --compile FILE`` writes such a table. The table in :mod:`torchkiln.patch.compiled`
+was measured on an H100.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchkiln.ops._traced import name_of
+
+SCHEMA = "torchkiln.compile/1"
+
+SHIPPED = Path(__file__).with_name("compiled") / "h100.json"
+
+VARIABLE = "TORCHKILN_COMPILE_TABLE"
+"""The environment variable with the path of another table."""
+
+LEAST_GAIN = 1.05
+"""An op is used if Inductor's code takes this multiple of its time, forward and backward."""
+
+SAME_KERNELS = {
+    "rms_norm": "add_rms_norm",
+    "layer_norm": "add_layer_norm",
+    "linear_cross_entropy": "cross_entropy",
+}
+"""Ops that run the kernels of another op, whose times a table may have instead."""
+
+
+class Timed(NamedTuple):
+    """Seconds of forward and backward of an op for rows of one length."""
+
+    op: str
+    columns: int
+    ours: float
+    compiled: float
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the op is faster than Inductor's code."""
+        return self.compiled >= LEAST_GAIN * self.ours
+
+
+Table = Mapping[tuple[str, str], list[Timed]]
+"""The times by op and dtype."""
+
+
+@cache
+def read(path: Path) -> Table:
+    """The table in a file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["schema"] != SCHEMA:
+            raise ValueError(f"schema {content['schema']!r}")
+        table: dict[tuple[str, str], list[Timed]] = {}
+        for row in content["rows"]:
+            timed = Timed(row["op"], row["columns"], row["torchkiln"], row["compile"])
+            table.setdefault((row["op"], row["dtype"]), []).append(timed)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"torchkiln.compile: table: got {path} ({type(error).__name__}: {error}), expected a "
+            "file that `torchkiln bench --compile` wrote"
+        ) from error
+    return table
+
+
+def rows_of(file: Path, op: str, dtype: torch.dtype) -> list[Timed]:
+    """The times of an op in a file, by the length of the rows."""
+    table, name = read(file), name_of(dtype)
+    rows = table.get((op, name)) or table.get((SAME_KERNELS.get(op, ""), name)) or []
+    return sorted(rows)
+
+
+def given_table() -> Path | None:
+    """The table that the user has named for the process."""
+    path = os.environ.get(VARIABLE)
+    return Path(path) if path else None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def limits(op: str, dtype: torch.dtype, device: str) -> tuple[tuple[float, bool], ...]:
+    """Up to which length of rows an op is chosen, or not: for each measured length one limit.
+
+    A length is judged by the measured one whose logarithm is nearest. Comparisons with limits make
+    at most two guards of a symbolic size.
+    """
+    file = given_table()
+    if file is None and device != "cuda":
+        return ()  # the shipped table says nothing of other devices
+    rows = rows_of(file or SHIPPED, op, dtype)
+    between = [math.sqrt((a.columns + 1) * (b.columns + 1)) - 1 for a, b in pairwise(rows)]
+    ends = [*map(math.floor, between), math.inf]
+    return tuple((end, row.is_ours) for end, row in zip(ends, rows, strict=False))
+
+
+def stays(op: str, x: Any = None, *_: Any, dim: int = -1) -> bool:
+    """Whether a module calls an op for a first argument, if nothing says that it is slower.
+
+    ``dim`` is the dimension of the rows: the classes, for example.
+    """
+    is_row = isinstance(x, Tensor) and x.dim() > max(dim, 0)
+    return not is_row or is_chosen(op, x, x.shape[dim], unmeasured=True)
+
+
+def is_chosen(op: str, x: Tensor, columns: Any, *, unmeasured: bool) -> bool:
+    """Whether a module of ``replace`` calls an op while ``torch.compile`` records it.
+
+    ``unmeasured`` is the answer for ops, dtypes and devices without times: whether the op is used
+    there. Dynamo runs this function.
+    """
+    for end, is_ours in limits(op, x.dtype, x.device.type):
+        if columns <= end:
+            return is_ours
+    return unmeasured
