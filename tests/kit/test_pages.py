@@ -40,7 +40,7 @@ SHOWN = {
     "docs/cpp.md": 1,
     "docs/debugging.md": 6,
     "docs/docker.md": 4,
-    "docs/examples.md": 5,
+    "docs/examples.md": 6,
     "docs/install.md": 5,
     "docs/models.md": 6,
     "docs/mutation.md": 1,
