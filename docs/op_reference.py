@@ -87,7 +87,7 @@ NOTES = {
     "softmax": Notes(strides="any; a mask broadcasts"),
     "cross_entropy": Notes(
         beside="float32 weight of classes and bias beside half precision; `loss_dtype=` any of "
-        "them",
+        "them; `logprob`, `linear_logprob`: results at least float32",
         other="an error; int64 target",
         strides="any; a copy if classes are not adjacent",
         layout="contiguous; classes adjacent in the gradient",

@@ -89,6 +89,14 @@ PyObject* without_missing_k(PyObject* results, PyObject* const* given) {
   return py::make_tuple(found[0], py::none()).release().ptr();
 }
 
+/// Without entropy, argument `at`, the only result is the log-probability.
+template <size_t at>
+PyObject* without_entropy(PyObject* results, PyObject* const* given) {
+  if (given[at] == Py_True || !PyTuple_Check(results)) return results;
+  const auto found = py::reinterpret_steal<py::tuple>(results);
+  return py::object(found[0]).release().ptr();
+}
+
 }  // namespace
 
 // Threads may call without a GIL: the tables that Binder fills are only read after the import.
@@ -119,6 +127,8 @@ PYBIND11_MODULE(_C, module, py::mod_gil_not_used()) {
   ops.bind<&torchkiln::qkv_norm_rope>("qkv_norm_rope");
   ops.bind<&torchkiln::cross_entropy>("cross_entropy");
   ops.bind<&torchkiln::linear_cross_entropy>("linear_cross_entropy");
+  ops.bind<&torchkiln::logprob>("logprob", nullptr, nullptr, &without_entropy<4>);
+  ops.bind<&torchkiln::linear_logprob>("linear_logprob", nullptr, nullptr, &without_entropy<8>);
   ops.bind<&torchkiln::matmul>("matmul");
   ops.bind<&torchkiln::linear>("linear");
   ops.bind<&torchkiln::mlp>("mlp");

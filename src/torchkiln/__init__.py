@@ -44,6 +44,8 @@ from torchkiln.ops.cross_entropy import (  # noqa: E402
     CrossEntropyOutput,
     cross_entropy,
     linear_cross_entropy,
+    linear_logprob,
+    logprob,
 )
 from torchkiln.ops.dropout import bias_dropout_add, dropout_add  # noqa: E402
 from torchkiln.ops.gated import geglu, swiglu  # noqa: E402
@@ -158,7 +160,9 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "linear_logprob",
     "log_softmax",
+    "logprob",
     "mean",
     "mlp",
     "muladd",

@@ -63,7 +63,12 @@ COMPOSED |= {
 CHOICES = {"_pixel_conv_gains"}
 
 # Helpers of torchkiln.distributed; tests/ops/test_cross_entropy_shard.py checks them.
-SHARDS = {"_cross_entropy_shard", "_cross_entropy_shard_backward"}
+SHARDS = {
+    "_cross_entropy_shard",
+    "_cross_entropy_shard_backward",
+    "_logprob_shard",
+    "_logprob_shard_backward",
+}
 
 EVERY = with_forms(SPECS)
 
@@ -141,6 +146,7 @@ def test_stub_and_extension_agree() -> None:
 
 
 KEYWORD_TENSORS = {
+    "linear_logprob": ["rows"],
     "log_softmax": ["mask"],
     "qkv_norm_rope": ["positions"],
     "rope": ["positions"],

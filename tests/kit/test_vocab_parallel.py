@@ -217,5 +217,107 @@ assert found.dtype == torch.float32
 """
 
 
+LOGPROB = """
+import itertools
+import torchkiln
+from torchkiln.distributed import linear_loss, vocab_parallel_linear_logprob, vocab_parallel_logprob
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+torch.manual_seed(0)
+mesh = init_device_mesh(device, (size,))
+OPTIONS = [
+    {},
+    {"entropy": True},
+    {"entropy": True, "temperature": 0.6, "ignore_index": 3},
+]
+
+
+def normal(*shape, dtype=torch.float64):
+    return torch.randn(shape, dtype=torch.float64).to(dtype)
+
+
+def compare(call, expected, leaves, mine, cuts, dims, entropy, close):
+    found = call(mine)
+    pairs = list(zip(found, expected)) if entropy else [(found, expected)]
+    grads = [torch.randn_like(y) for _, y in pairs]
+    truth = torch.autograd.grad([y for _, y in pairs], leaves, grads)
+    ours = torch.autograd.grad([y for y, _ in pairs], mine, grads)
+    for one, other in pairs:
+        torch.testing.assert_close(one, other)
+    for one, other, dim in zip(ours, truth, dims):
+        if isinstance(one, DTensor):
+            one = one.full_tensor()
+        elif dim is not None:
+            other = other.narrow(dim, cuts[rank], cuts[rank + 1] - cuts[rank])
+        torch.testing.assert_close(one, other, **close)
+
+
+def both(shape, cuts, *, dtype=torch.float64, softcap=None, has_bias=True, spread=False, **options):
+    classes, features = cuts[-1], 6
+    target = torch.randint(classes, shape)
+    target.flatten()[1::4] = options.get("ignore_index", -100)
+    entropy = options.get("entropy", False)
+    close = {} if dtype == torch.float64 else {"rtol": 2e-2, "atol": 2e-2}
+    place = {} if spread else {"classes": classes, "first_class": cuts[rank]}
+    own = lambda t, dim: t.detach().narrow(dim, cuts[rank], cuts[rank + 1] - cuts[rank])
+
+    def shard(t, dim):
+        if spread:
+            placement = Replicate() if dim is None else Shard(dim)
+            return distribute_tensor(t.detach(), mesh, [placement]).requires_grad_()
+        return (t.detach() if dim is None else own(t, dim)).clone().requires_grad_()
+
+    whole = normal(*shape, classes, dtype=dtype).requires_grad_()
+    compare(
+        lambda given: vocab_parallel_logprob(given[0], target, **place, **options),
+        torchkiln.logprob(whole, target, **options),
+        [whole], [shard(whole, len(shape))], cuts, [len(shape)], entropy, close,
+    )
+    leaves = [normal(*shape, features, dtype=dtype), normal(classes, features, dtype=dtype)]
+    leaves += [normal(classes, dtype=dtype)] if has_bias else []
+    leaves, dims = [t.requires_grad_() for t in leaves], [None, 0, 0][: len(leaves)]
+    options["softcap"] = softcap
+    compare(
+        lambda given: vocab_parallel_linear_logprob(
+            *given[:2], target, *given[2:], **place, **options
+        ),
+        torchkiln.linear_logprob(*leaves[:2], target, *leaves[2:], **options),
+        leaves, [shard(t, d) for t, d in zip(leaves, dims)], cuts, dims, entropy, close,
+    )
+
+
+even = [i * 8 for i in range(size + 1)]
+uneven = [0, *(5 + 9 * i for i in range(1, size)), 9 * size + 1]
+linear_loss.LEAST_ROWS = linear_loss.MOST_ROWS = 4  # several chunks
+for cuts, options in itertools.product((even, uneven), OPTIONS):
+    both((2, 5), cuts, **options)
+both((7,), even, entropy=True, softcap=3.0, has_bias=False)
+both((9,), even, entropy=True, dtype=torch.bfloat16)
+both((0,), even, entropy=True)
+both((2, 5), even, entropy=True, spread=True)
+
+refused = [
+    (lambda: vocab_parallel_logprob(normal(3, 8), torch.arange(2)), "a class, counted over all"),
+    (lambda: vocab_parallel_logprob(normal(3, 8), torch.arange(3), temperature=0.0), "temperature"),
+    (
+        lambda: vocab_parallel_linear_logprob(normal(3, 5), normal(8, 6), torch.arange(3)),
+        "weight: got",
+    ),
+]
+for call, message in refused:
+    try:
+        call()
+    except ValueError as error:
+        assert message in str(error), error
+    else:
+        raise AssertionError(message)
+"""
+
+
+def test_log_probabilities_are_those_of_one_process(device: torch.device, tmp_path: Path) -> None:
+    run_processes(LOGPROB, device, 4, tmp_path)
+
+
 def test_the_losses_are_those_of_one_process(device: torch.device, tmp_path: Path) -> None:
     run_processes(LOGITS + LINEAR, device, 4, tmp_path)

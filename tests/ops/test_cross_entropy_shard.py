@@ -17,6 +17,8 @@ pytestmark = pytest.mark.skipif(
 
 FORWARD = torch.ops.torchkiln._cross_entropy_shard.default
 BACKWARD = torch.ops.torchkiln._cross_entropy_shard_backward.default
+LOGPROB = torch.ops.torchkiln._logprob_shard.default
+LOGPROB_BACKWARD = torch.ops.torchkiln._logprob_shard_backward.default
 
 
 def targets(rows: int, classes: int, device: torch.device) -> Tensor:
@@ -63,6 +65,48 @@ def test_shards_give_the_loss_and_the_gradient_of_whole_rows(
             BACKWARD(grad, x, target, w, joined.state, *options, a, classes) for x, w, a in shards
         ]
         torch.testing.assert_close(torch.cat(found, 1), of_whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("cuts", [(0, 16, 48), (0, 5, 6, 41, 131), (0, 9000, 17003)])
+def test_shards_give_the_log_probabilities_of_whole_rows(
+    device: torch.device, dtype: torch.dtype, entropy: bool, cuts: tuple[int, ...]
+) -> None:
+    from torchkiln.distributed.logprob import MOMENT, join  # noqa: PLC0415
+
+    rows, classes = 10, cuts[-1]
+    whole = (2 * torch.randn(rows, classes, device=device)).to(dtype)
+    whole[2, : cuts[1]] = -torch.inf  # a shard without any probability
+    whole.requires_grad_()
+    target = targets(rows, classes, device)
+    target[2] = classes - 1
+    both = torchkiln.logprob(whole, target, temperature=0.7, ignore_index=-1, entropy=True)
+    grads = [torch.randn_like(y) for y in both]
+    if not entropy:
+        grads[1].zero_()
+    (of_whole,) = torch.autograd.grad(both, whole, grads)
+    shards = [(whole.detach()[:, a:b], a) for a, b in itertools.pairwise(cuts)]
+    parts = torch.stack([LOGPROB(x, target, 0.7, -1, a, classes) for x, a in shards])
+    logp, other, state = join(parts if entropy else parts[:, :MOMENT], target == -1)
+    torch.testing.assert_close(logp, both[0])
+    torch.testing.assert_close(other, both[1] if entropy else torch.zeros_like(other))
+    found = [
+        LOGPROB_BACKWARD(grads[0], x, target, grads[1], state, 0.7, -1, a, classes)
+        for x, a in shards
+    ]
+    torch.testing.assert_close(torch.cat(found, 1), of_whole)
+
+
+def test_the_helpers_of_log_probabilities_are_well_defined_ops(device: torch.device) -> None:
+    logits, target = torch.randn(5, 8, device=device), targets(5, 24, device)
+    numbers = (0.7, -1, 8, 24)
+    rows = target != -1  # the numbers of ignored rows are undefined
+    torch.library.opcheck(LOGPROB, (logits[rows], target[rows], *numbers))
+    grad, state = torch.randn(5, device=device), torch.rand(3, 5, device=device)
+    torch.library.opcheck(LOGPROB_BACKWARD, (grad, logits, target, grad, state, *numbers))
+    with pytest.raises(RuntimeError, match="state: got float32"):
+        LOGPROB_BACKWARD(grad, logits, target, grad, state[:2], *numbers)
 
 
 def test_the_helpers_are_well_defined_ops(device: torch.device) -> None:

@@ -16,13 +16,17 @@
 
 namespace torchkiln {
 
-/// Logits as [rows, classes] with class stride 1: a view if the strides allow one, else a copy.
-inline MaybeCopy class_rows(const at::Tensor& tensor) {
-  const at::Tensor moved = tensor.dim() > 2 ? classes_last(tensor) : at::Tensor();
-  const at::Tensor& last = moved.defined() ? moved : tensor;
+/// Logits [..., classes] as [rows, classes] with class stride 1: a view if the strides allow one,
+/// else a copy.
+inline MaybeCopy rows_of(const at::Tensor& last) {
   if (auto view = rows_without_copy(last)) return std::move(*view);
-  trace::note("copied: the classes of a row are not adjacent in strides ", tensor.strides());
+  trace::note("copied: strides ", last.strides(), " are no evenly spaced rows of adjacent classes");
   return MaybeCopy::owned(contiguous_copy(last).view({-1, last.size(-1)}));
+}
+
+/// The same for logits with the classes in class_dim().
+inline MaybeCopy class_rows(const at::Tensor& tensor) {
+  return tensor.dim() > 2 ? rows_of(classes_last(tensor)) : rows_of(tensor);
 }
 
 inline int64_t row_count(const at::Tensor& logits) {
@@ -45,9 +49,10 @@ struct RowState {
   void* log_sum_exp;
   void* mass;
   void* target_weight;
-  void* divisor;        // null unless mean
-  void* correct;        // of a state with accuracy
-  void* sum = nullptr;  // of a shard
+  void* divisor;            // null unless mean
+  void* correct;            // of a state with accuracy
+  void* sum = nullptr;      // of a shard
+  void* entropy = nullptr;  // of a log-probability
 };
 
 /// The state of `rows` rows, as seen by a kernel that begins with row `begin`.
@@ -157,6 +162,9 @@ inline void run_forward(const char* op, const at::Tensor& logits, const at::Tens
   arguments.target_weight = kept.target_weight;
   if (options.accuracy) arguments.correct = kept.correct;
   arguments.sum = kept.sum;
+  arguments.is_logprob = options.is_logprob;
+  arguments.scale = options.scale;
+  arguments.entropy = kept.entropy;
   std::atomic<const char*> error{nullptr};  // from CPU threads, without the bad value
   launch(
       op, rows, arguments.rows, row_grain(arguments.classes),
@@ -177,10 +185,11 @@ inline void run_forward(const char* op, const at::Tensor& logits, const at::Tens
   check_status(op, Status{error});
 }
 
-/// Computes the gradient of the logits into `out`, which may be `rows` itself.
+/// Computes the gradient of the logits into `out`, which may be `rows` itself. `grad_entropy` is
+/// undefined for 0.
 inline void run_backward(const char* op, const at::Tensor& grad, const at::Tensor& rows,
                          const at::Tensor& target, const LossOptions& options, const RowState& kept,
-                         const at::Tensor& out) {
+                         const at::Tensor& out, const at::Tensor& grad_entropy = {}) {
   const TargetView view = view_target(target, options, compute_dtype(rows.scalar_type()));
   const bool each = options.reduction == LossReduction::none;
   const at::Tensor grads = each ? grad.reshape({rows.size(0)}) : grad;
@@ -201,6 +210,12 @@ inline void run_backward(const char* op, const at::Tensor& grad, const at::Tenso
   arguments.target_weight = kept.target_weight;
   arguments.grad_logits = out.data_ptr();
   arguments.grad_logits_row_stride = out.stride(0);
+  arguments.is_logprob = options.is_logprob;
+  arguments.factor = options.scale;
+  if (grad_entropy.defined()) {
+    arguments.entropy = kept.entropy;
+    arguments.grad_entropy = grad_entropy.const_data_ptr();
+  }
   launch(
       op, rows, arguments.rows, row_grain(arguments.classes),
       [&](auto stream) { return cuda::cross_entropy_backward(arguments, stream); },

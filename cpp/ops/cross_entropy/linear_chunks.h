@@ -8,8 +8,10 @@
 
 #include "cross_entropy/kernel.h"
 #include "detail/whole_tiles.h"
+#include "matmul/kernel.h"
 #include "matmul/padded.h"
 #include "torchkiln/torch/autograd.h"
+#include "torchkiln/torch/empty.h"
 #include "torchkiln/torch/note.h"
 #include "torchkiln/torch/ops.h"
 
@@ -21,20 +23,25 @@ struct LogitLayer {
   at::Tensor weight;  // [classes, features]
   MaybeTensor bias;   // [classes]
   std::optional<double> softcap;
-  double temperature;  // divides the logits, after the softcap
+  double temperature = 1;               // divides the logits, after the softcap
+  std::optional<at::ScalarType> dtype;  // of the logits: that of x, or its compute dtype
+
+  /// Whether the logits have a wider dtype than their gradient.
+  bool is_wide() const { return dtype.value_or(x.scalar_type()) != x.scalar_type(); }
 };
 
 /// Rows per chunk: as many as fit in 1 GiB of logits, at least 2048 and at most 8192. Each chunk
 /// adds to the whole gradient of the weight, which smaller chunks repeat more often. All chunks
-/// have about the same size. A softcap needs two more copies of the logits, in the compute dtype.
+/// have about the same size. A softcap needs two more copies of the logits, in the compute dtype;
+/// wide logits are one.
 /// `may_be_whole`: up to 8192 rows are one chunk if their logits and the gradient of the weight
 /// take no more memory than chunks and their float32 sum. On a GPU all rows are one chunk if their
 /// logits take little memory beside x: products of fewer rows leave SMs idle.
 inline int64_t rows_per_chunk(const LogitLayer& layer, bool may_be_whole) {
   constexpr int64_t kBytes = int64_t{1} << 30, kLeast = 2048, kMost = 8192;
   const at::ScalarType dtype = layer.x.scalar_type();
-  const size_t element =
-      c10::elementSize(dtype) + (layer.softcap ? 2 * c10::elementSize(compute_dtype(dtype)) : 0);
+  const size_t copies = layer.softcap ? 2 : layer.is_wide() ? 1 : 0;
+  const size_t element = c10::elementSize(dtype) + copies * c10::elementSize(compute_dtype(dtype));
   const int64_t row = layer.weight.size(0) * static_cast<int64_t>(element);
   const int64_t rows = layer.x.size(0), most = std::clamp(kBytes / row, kLeast, kMost);
   const int64_t row_of_x = layer.x.size(1) * static_cast<int64_t>(c10::elementSize(dtype));
@@ -62,6 +69,25 @@ void for_each_chunk(int64_t all, int64_t size, const Body& body) {
     body(Rows{begin, std::min(size, all - begin)});
 }
 
+/// sum = a b, or sum += a b. The sum is float32 for factors of half precision.
+inline void add_product(at::Tensor sum, const at::Tensor& a, const at::Tensor& b, bool is_first) {
+  const double beta = is_first ? 0 : 1;
+  const at::ScalarType dtype = sum.scalar_type();
+  if (dtype == a.scalar_type()) {
+    sum.addmm_(a, b, beta);
+  } else if (a.is_cuda()) {
+    at::addmm_out(sum, sum, a, b, dtype, beta);
+  } else {
+    // Torch's CPU product rounds to half precision. A block of the factors is converted at a time.
+    constexpr int64_t kBlock = 256;
+    const at::Tensor wide = b.to(dtype);
+    for (int64_t begin = 0; begin < a.size(0); begin += kBlock) {
+      const Rows block{begin, std::min(kBlock, a.size(0) - begin)};
+      block.of(sum).addmm_(block.of(a).to(dtype), wide, beta);
+    }
+  }
+}
+
 /// Memory for the logits of one chunk, which is used for each chunk in turn.
 class ChunkLogits {
  public:
@@ -87,8 +113,9 @@ class ChunkLogits {
 
   /// Computes the logits of these rows.
   const at::Tensor& compute(const Rows& rows) {
-    const auto [x, columns] = in_whole_tiles(rows.of(layer_.x), layer_.weight.t());
     product_ = memory_.narrow(0, 0, rows.count);
+    if (layer_.is_wide()) return compute_wide(rows);
+    const auto [x, columns] = in_whole_tiles(rows.of(layer_.x), layer_.weight.t());
     const double scale = layer_.softcap ? 1 : 1 / layer_.temperature;
     const bool adds = layer_.bias && layer_.bias->scalar_type() == product_.scalar_type();
     if (adds) {
@@ -109,23 +136,35 @@ class ChunkLogits {
   /// The gradient of the layer's outputs, in place of the logits computed last; 0 for added
   /// classes. `grad` is the gradient of the losses, divided by the temperature.
   const at::Tensor& differentiate(const char* op, const at::Tensor& grad, const at::Tensor& target,
-                                  const LossOptions& options, const RowState& state) {
+                                  const LossOptions& options, const RowState& state,
+                                  const at::Tensor& grad_entropy = {}) {
     at::Tensor outputs = own(product_);
     // The product with a weight of 0 is NaN where x is not finite.
     const int64_t added = product_.size(1) - classes_;
     if (added > 0) product_.narrow(1, classes_, added).zero_();
     if (!layer_.softcap) {
-      run_backward(op, grad, outputs, target, options, state, outputs);
+      run_backward(op, grad, logits_, target, options, state, logits_, grad_entropy);
+      if (layer_.is_wide()) outputs.copy_(logits_);
       return product_;
     }
     const at::Tensor found = at::empty_like(logits_);
-    run_backward(op, grad, logits_, target, options, state, found);
+    run_backward(op, grad, logits_, target, options, state, found, grad_entropy);
     const at::Tensor slope = logits_.div_(bound()).square_().neg_().add_(1);
     outputs.copy_(found.mul_(slope));
     return product_;
   }
 
  private:
+  /// Logits that are not rounded to the dtype of x.
+  const at::Tensor& compute_wide(const Rows& rows) {
+    if (!wide_.defined()) wide_ = at::empty(memory_.sizes(), memory_.options().dtype(layer_.dtype));
+    const at::Tensor product = wide_.narrow(0, 0, rows.count);
+    add_product(product, rows.of(layer_.x), layer_.weight.t(), /*is_first=*/true);
+    if (layer_.bias) product.add_(*layer_.bias);
+    logits_ = own(product);
+    if (layer_.softcap) logits_.div_(*layer_.softcap).tanh_().mul_(bound());
+    return logits_;
+  }
   /// The bound of logits with a softcap.
   double bound() const { return *layer_.softcap / layer_.temperature; }
   /// The columns of the given classes, without added ones.
@@ -133,27 +172,8 @@ class ChunkLogits {
 
   LogitLayer layer_;
   int64_t classes_;
-  at::Tensor memory_, product_, logits_;
+  at::Tensor memory_, wide_, product_, logits_;
 };
-
-/// sum = a b, or sum += a b. The sum is float32 for factors of half precision.
-inline void add_product(at::Tensor sum, const at::Tensor& a, const at::Tensor& b, bool is_first) {
-  const double beta = is_first ? 0 : 1;
-  const at::ScalarType dtype = sum.scalar_type();
-  if (dtype == a.scalar_type()) {
-    sum.addmm_(a, b, beta);
-  } else if (a.is_cuda()) {
-    at::addmm_out(sum, sum, a, b, dtype, beta);
-  } else {
-    // Torch's CPU product rounds to half precision. A block of the factors is converted at a time.
-    constexpr int64_t kBlock = 256;
-    const at::Tensor wide = b.to(dtype);
-    for (int64_t begin = 0; begin < a.size(0); begin += kBlock) {
-      const Rows block{begin, std::min(kBlock, a.size(0) - begin)};
-      block.of(sum).addmm_(block.of(a).to(dtype), wide, beta);
-    }
-  }
-}
 
 /// The dtype of the gradient of the weight. float16 has no range for a sum over all rows.
 inline at::ScalarType weight_gradient_dtype(at::ScalarType dtype) {
@@ -207,5 +227,42 @@ struct LayerGradients {
     is_first ? bias.copy_(part) : bias.add_(part);
   }
 };
+
+using Wanted = std::array<bool, 3>;  // the gradients of x, weight and bias
+
+/// Uninitialised gradients of x, weight and bias.
+inline std::tuple<at::Tensor, at::Tensor, at::Tensor> empty_gradients(const LogitLayer& layer,
+                                                                      Wanted wanted) {
+  const at::ScalarType dtype = layer.x.scalar_type();
+  const auto like = [&](bool is_wanted, const at::Tensor& parameter, at::ScalarType of) {
+    return is_wanted ? empty_of(parameter.sym_sizes(), layer.x.options().dtype(of))
+                     : no_output(layer.x);
+  };
+  return {wanted[0] ? empty_contiguous(layer.x) : no_output(layer.x),
+          like(wanted[1], layer.weight, weight_gradient_dtype(dtype)),
+          like(wanted[2], layer.bias.value_or(layer.x), compute_dtype(dtype))};
+}
+
+/// All but the weight, whose gradient is allocated once the logits are freed.
+inline Wanted without_weight(const Wanted& wanted) { return {wanted[0], false, wanted[2]}; }
+
+/// Calls body(logits, gradients, rows) for each chunk. Returns the gradient of the weight, if it is
+/// wanted.
+template <class Body>
+at::Tensor for_each_chunk_of_logits(const char* op, const LogitLayer& layer, const Wanted& wanted,
+                                    const at::Tensor& grad_x, const at::Tensor& grad_bias,
+                                    const Body& body) {
+  const bool may_be_whole =
+      wanted[1] && layer.x.scalar_type() == at::kBFloat16 && has_exact_gradient(layer.weight);
+  const int64_t rows = layer.x.size(0), size = rows_per_chunk(layer, may_be_whole);
+  LayerGradients gradients{wanted[0] ? as_matrix(grad_x) : at::Tensor(), at::Tensor(),
+                           wanted[2] ? grad_bias : at::Tensor()};
+  {
+    ChunkLogits logits(op, layer, size);
+    if (wanted[1]) gradients.weight = empty_weight_sum(logits.layer().weight, size == rows);
+    for_each_chunk(rows, size, [&](const Rows& chunk) { body(logits, gradients, chunk); });
+  }
+  return wanted[1] ? weight_gradient(gradients.weight, layer.weight) : at::Tensor();
+}
 
 }  // namespace torchkiln

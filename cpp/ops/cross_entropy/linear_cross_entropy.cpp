@@ -35,7 +35,7 @@ Tensor scaled(const Tensor& gradient, const Tensor& factor, const void* divisor,
 Tensor logits_in(at::ScalarType product, const Call& call) {
   check(kName, call);
   check_classes_if_asked(call);
-  const auto& [x, weight, bias, softcap, temperature] = call.layer;
+  const auto& [x, weight, bias, softcap, temperature, dtype] = call.layer;
   const bool adds = bias && bias->scalar_type() == product;
   Tensor logits = at::linear(x.to(product), weight.to(product), adds ? bias : std::nullopt);
   if (bias && !adds) logits = logits + bias->to(compute_dtype(product));
@@ -77,7 +77,7 @@ Tensor factor_of(const Tensor& grad, const Tensor& target, const Tensor& state,
 /// Computes the loss and records it in the autograd graph. Returns the loss and the state of each
 /// row.
 std::tuple<Tensor, Tensor> recorded_forward(const Below& below, const Call& call) {
-  const auto& [x, weight, bias, softcap, temperature] = call.layer;
+  const auto& [x, weight, bias, softcap, temperature, dtype] = call.layer;
   const bool each = call.loss.reduction == LossReduction::none;
   const auto needs = [&](const Tensor& t) { return !each && t.defined() && t.requires_grad(); };
   const Tensor shift = tensor_or_undefined(bias), factors = tensor_or_undefined(call.loss.weight);
@@ -145,7 +145,7 @@ std::tuple<Tensor, Tensor> recorded_forward(const Below& below, const Call& call
 /// precision is float32 unless a dtype is given.
 template <class Call>
 Call cast_call(const Autocast& cast, Call call) {
-  auto& [x, weight, bias, softcap, temperature] = call.layer;
+  auto& [x, weight, bias, softcap, temperature, dtype] = call.layer;
   check_tensors(kName, {{"x", x}, {kLayer.weight, weight}});
   x = cast(x);
   weight = cast(weight);

@@ -18,7 +18,6 @@ namespace torchkiln::linear_cross_entropy_ops {
 using at::Tensor;
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
-using Wanted = std::array<bool, 3>;  // the gradients of x, weight and bias
 
 inline constexpr const char* kName = "linear_cross_entropy";
 inline constexpr LinearNames kLayer{"linear_weight", "linear_bias",

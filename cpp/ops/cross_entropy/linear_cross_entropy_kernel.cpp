@@ -10,7 +10,7 @@
 namespace torchkiln::linear_cross_entropy_ops {
 
 void check(const char* op, const Call& call) {
-  const auto& [x, weight, bias, softcap, temperature] = call.layer;
+  const auto& [x, weight, bias, softcap, temperature, dtype] = call.layer;
   check_linear(op, x, weight, bias, kLayer);
   TORCH_CHECK(weight.sym_size(0) != 0, "torchkiln.", op, ": ", kLayer.weight, ": got shape ",
               weight.sym_sizes(), ", expected at least 1 row: one for each class");
@@ -51,39 +51,6 @@ Call in_rows(const Call& call) {
   return flat;
 }
 
-/// Uninitialised gradients of x, weight and bias.
-Three empty_gradients(const LogitLayer& layer, Wanted wanted) {
-  const at::ScalarType dtype = layer.x.scalar_type();
-  const auto like = [&](bool is_wanted, const Tensor& parameter, at::ScalarType of) {
-    return is_wanted ? empty_of(parameter.sym_sizes(), layer.x.options().dtype(of))
-                     : no_output(layer.x);
-  };
-  return {wanted[0] ? empty_contiguous(layer.x) : no_output(layer.x),
-          like(wanted[1], layer.weight, weight_gradient_dtype(dtype)),
-          like(wanted[2], layer.bias.value_or(layer.x), compute_dtype(dtype))};
-}
-
-/// All but the weight, whose gradient is allocated once the logits are freed.
-Wanted without_weight(const Wanted& wanted) { return {wanted[0], false, wanted[2]}; }
-
-/// Calls body(logits, gradients, rows) for each chunk. Returns the gradient of the weight, if it is
-/// wanted.
-template <class Body>
-Tensor for_each_chunk_of_logits(const LogitLayer& layer, const Wanted& wanted, const Tensor& grad_x,
-                                const Tensor& grad_bias, const Body& body) {
-  const bool may_be_whole =
-      wanted[1] && layer.x.scalar_type() == at::kBFloat16 && has_exact_gradient(layer.weight);
-  const int64_t rows = layer.x.size(0), size = rows_per_chunk(layer, may_be_whole);
-  LayerGradients gradients{wanted[0] ? as_matrix(grad_x) : Tensor(), Tensor(),
-                           wanted[2] ? grad_bias : Tensor()};
-  {
-    ChunkLogits logits(kName, layer, size);
-    if (wanted[1]) gradients.weight = empty_weight_sum(logits.layer().weight, size == rows);
-    for_each_chunk(rows, size, [&](const Rows& chunk) { body(logits, gradients, chunk); });
-  }
-  return wanted[1] ? weight_gradient(gradients.weight, layer.weight) : Tensor();
-}
-
 }  // namespace
 
 Five forward_outputs(const Call& call, Wanted wanted) {
@@ -121,7 +88,7 @@ Five forward(const Call& call, Wanted wanted) {
   LossOptions sum = flat.loss;
   sum.reduction = LossReduction::sum;
   const Tensor of_weight = for_each_chunk_of_logits(
-      flat.layer, wanted, grad_x, grad_bias,
+      kName, flat.layer, wanted, grad_x, grad_bias,
       [&, &state = state](ChunkLogits& logits, const LayerGradients& gradients, const Rows& chunk) {
         RowState kept = row_state(state, rows, reduction, chunk.begin);
         kept.divisor = nullptr;  // known after the last chunk
@@ -165,7 +132,7 @@ Three backward(const Call& call, const Tensor& grad, const Tensor& state, Wanted
   Tensor grads = grad.reshape({-1});
   if (temperature != 1) grads = grads.to(state.scalar_type()) / temperature;
   const Tensor of_weight = for_each_chunk_of_logits(
-      flat.layer, wanted, grad_x, grad_bias,
+      kName, flat.layer, wanted, grad_x, grad_bias,
       [&](ChunkLogits& logits, const LayerGradients& gradients, const Rows& chunk) {
         logits.compute(chunk);
         const RowState kept = row_state(state, rows, flat.loss.reduction, chunk.begin);

@@ -40,6 +40,8 @@ struct LossOptions : CrossEntropyOptions {
   // classes.
   int64_t first_class = 0;
   int64_t all_classes = 0;
+  bool is_logprob = false;  // log-probabilities of logits * scale in place of losses
+  double scale = 1;
 };
 
 /// The class dimension of logits.

@@ -1,9 +1,8 @@
-// cross_entropy() of logits whose classes are distributed over processes. Each process computes a
-// few numbers per row of its shard; torchkiln.distributed exchanges and joins them to the state of
-// whole rows, from which each process computes the gradient of its shard.
+// cross_entropy() and logprob() of logits whose classes are distributed over processes. Each
+// process computes a few numbers per row of its shard; torchkiln.distributed exchanges and joins
+// them to the state of whole rows, from which each process computes the gradient of its shard.
 
-#include "cross_entropy/kernel.h"
-#include "torchkiln/torch/empty.h"
+#include "cross_entropy/logprob.h"
 
 namespace torchkiln::cross_entropy_ops {
 namespace {
@@ -108,8 +107,103 @@ struct ShardBackward {
   }
 };
 
+// ---- log-probabilities: the same two steps ----
+
+struct LogprobOptions {
+  double temperature = 1;
+  int64_t ignore_index = -100;
+  int64_t first_class = 0;
+  int64_t all_classes = 0;
+
+  TORCHKILN_FIELDS(self.temperature, self.ignore_index, self.first_class, self.all_classes);
+
+  LossOptions kernel_options() const {
+    LossOptions options = logprob_options(temperature, ignore_index);
+    options.first_class = first_class;
+    options.all_classes = all_classes;
+    return options;
+  }
+};
+
+struct LogprobShard {
+  static constexpr const char* kName = "logprob_shard";
+  static constexpr const char* kSchema =
+      "torchkiln::_logprob_shard(Tensor logits, Tensor target, float temperature, "
+      "int ignore_index, int first_class, int all_classes) -> Tensor";
+
+  /// [5, rows] for z = logits / temperature: the maximum, the sum of exp(z - maximum), z of the
+  /// target class - maximum, 1 for this class, both 0 if another shard has it, and the sum of
+  /// exp(z - maximum) * (z - maximum).
+  static Tensor meta(const Tensor& logits, const Tensor& target, const LogprobOptions& options) {
+    check_shard(kName, logits, target, options.kernel_options());
+    check_temperature(kName, options.temperature);
+    return empty_of({c10::SymInt(5), sym_row_count(logits)},
+                    logits.options().dtype(compute_dtype(logits.scalar_type())));
+  }
+  static Tensor kernel(const Tensor& logits, const Tensor& target, const LogprobOptions& options) {
+    const Tensor numbers = meta(logits, target, options);
+    if (numbers.numel() == 0) return numbers;
+    const auto at = [&](int64_t i) { return numbers.select(0, i).data_ptr(); };
+    RowState kept{at(0), at(3), at(3), nullptr, nullptr, at(1)};
+    kept.entropy = at(4);
+    run_forward(kName, logits, target, options.kernel_options(), numbers.select(0, 2), kept);
+    return numbers;
+  }
+};
+
+struct LogprobShardBackward {
+  struct Options : LogprobOptions {
+    Tensor grad_entropy, state;
+
+    template <class Self>
+    static auto fields(Self& self) {
+      return std::tuple_cat(std::tie(self.grad_entropy, self.state), LogprobOptions::fields(self));
+    }
+  };
+  static constexpr const char* kName = "logprob_shard_backward";
+  static constexpr const char* kSchema =
+      "torchkiln::_logprob_shard_backward(Tensor grad, Tensor logits, Tensor target, "
+      "Tensor grad_entropy, Tensor state, float temperature, int ignore_index, int first_class, "
+      "int all_classes) -> Tensor";
+
+  /// `state`, [3, rows]: log-sum-exp, the factor of exp(z - log-sum-exp), and the entropy.
+  static Tensor meta(const Tensor& grad, const Tensor& logits, const Tensor& target,
+                     const Options& options) {
+    const Tensor& state = options.state;
+    check_shard(kName, logits, target, options.kernel_options());
+    check_tensors(kName, {{"logits", logits}, {"state", state}});
+    const auto check_grad = [&](const char* name, const Tensor& given) {
+      check_tensors(kName, {{"logits", logits}, {name, given}});
+      check_same_dtype(kName, name, given, "state", state);
+      check_same_shape(kName, name, given, "target", target);
+    };
+    check_grad("grad", grad);
+    check_grad("grad_entropy", options.grad_entropy);
+    const at::ScalarType compute = compute_dtype(logits.scalar_type());
+    TORCH_CHECK(state.scalar_type() == compute && state.is_contiguous() && state.dim() == 2 &&
+                    state.sym_size(0) == 3 && state.sym_size(1) == sym_row_count(logits),
+                "torchkiln.", kName, ": state: got ", dtype_name(state.scalar_type()), " ",
+                state.sym_sizes(), ", expected contiguous ", dtype_name(compute), " [3, ",
+                sym_row_count(logits), "]");
+    return empty_contiguous(logits);
+  }
+  static Tensor kernel(const Tensor& grad, const Tensor& logits, const Tensor& target,
+                       const Options& options) {
+    const Tensor found = meta(grad, logits, target, options);
+    if (found.numel() == 0) return found;
+    const auto at = [&](int64_t i) { return options.state.select(0, i).data_ptr(); };
+    RowState kept{at(0), at(1), /*target_weight=*/nullptr, nullptr, nullptr};
+    kept.entropy = at(2);
+    run_backward(kName, grad, *class_rows(logits), target, options.kernel_options(), kept,
+                 *class_rows(found), options.grad_entropy.contiguous());
+    return found;
+  }
+};
+
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(torchkiln, m) { define<Shard, ShardBackward>(m); }
+TORCH_LIBRARY_FRAGMENT(torchkiln, m) {
+  define<Shard, ShardBackward, LogprobShard, LogprobShardBackward>(m);
+}
 
 }  // namespace torchkiln::cross_entropy_ops

@@ -1,5 +1,6 @@
 // grad_logits = scale * (mass * exp(logits - log_sum_exp) - q), from the state that forward saved:
-// every element is read and written once.
+// every element is read and written once. Gradients of log-probabilities and entropies have the
+// plan rows.
 //
 //   plan    kernel                         when
 //   flat    cross_entropy_flat_gradient    one class per row; adjacent rows that are short or not
@@ -14,13 +15,14 @@ namespace torchkiln::cuda {
 namespace {
 
 /// Writes gradients. Forward has saved everything that depends on the whole row.
-template <class Access, bool kSpread>
+template <class Access, RowForm kForm>
 __global__ void __launch_bounds__(kLossGradientThreads, 4)
     cross_entropy_gradient(CrossEntropyBackward p, GradientShape shape) {
   using T = typename Access::T;
   using C = Compute<T>;
   using Math = MathFor<T>;
   using Item = typename Access::Item;
+  constexpr bool kSpread = kForm == RowForm::spread;
   constexpr int kLanes = Access::kLanes;
   wait_for_previous_kernel();
   const unsigned parts = static_cast<unsigned>(shape.parts);
@@ -45,9 +47,11 @@ __global__ void __launch_bounds__(kLossGradientThreads, 4)
   };
   load(begin);
 
-  const RowGradient<C> gradient(p, row);
+  RowGradient<C> gradient(p, row);
+  if constexpr (kForm == RowForm::logprob) gradient.use_logprob(p, row);
   const RowTarget<C>& target = gradient.target;
   const Distribution<Access, C> distribution(p.target, row, target.index);
+  const C factor = static_cast<C>(p.factor);
   for (int first = begin; first < end; first += kLossGradientItems * step) {
     if (first != begin) load(first);
 #pragma unroll
@@ -58,8 +62,15 @@ __global__ void __launch_bounds__(kLossGradientThreads, 4)
       C z[kLanes];
       widen(items[k], z);
 #pragma unroll
-      for (int i = 0; i < kLanes; ++i)
-        z[i] = gradient.slope * Math::exp(z[i] - gradient.log_sum_exp);
+      for (int i = 0; i < kLanes; ++i) {
+        if constexpr (kForm == RowForm::logprob) {
+          const C exponent = z[i] * factor - gradient.log_sum_exp;
+          const C bounded = fmax(exponent, kLeastExponent<C>);
+          z[i] = (gradient.slope + gradient.tilt * bounded) * Math::exp(exponent);
+        } else {
+          z[i] = gradient.slope * Math::exp(z[i] - gradient.log_sum_exp);
+        }
+      }
       if constexpr (kSpread) {
         C q[kLanes];
         distribution.load(access, column, q);
@@ -98,8 +109,14 @@ Status cross_entropy_backward(const CrossEntropyBackward& given, CUstream_st* st
       const auto launch = [&](auto kernel) {
         return launch_overlapped(kernel, grid, stream, p, plan.shape);
       };
-      return is_spread(p.target) ? launch(cross_entropy_gradient<Access, true>)
-                                 : launch(cross_entropy_gradient<Access, false>);
+      switch (form_of(p)) {
+        case RowForm::spread:
+          return launch(cross_entropy_gradient<Access, RowForm::spread>);
+        case RowForm::logprob:
+          return launch(cross_entropy_gradient<Access, RowForm::logprob>);
+        default:
+          return launch(cross_entropy_gradient<Access, RowForm::target>);
+      }
     });
   });
 }

@@ -27,6 +27,7 @@ struct RowGradient {
   C scale;
   C log_sum_exp;
   C slope;
+  C tilt = 0;  // of the entropy: the gradient is (slope + tilt * exponent) * exp(exponent)
 
   __device__ __forceinline__ RowGradient(const CrossEntropyBackward& p, int64_t row)
       : target(target_of<C>(p.target, row, p.classes)),
@@ -34,6 +35,17 @@ struct RowGradient {
         log_sum_exp(static_cast<const C*>(p.log_sum_exp)[row]) {
     if (p.divisor != nullptr) scale /= *static_cast<const C*>(p.divisor);
     slope = scale * static_cast<const C*>(p.mass)[row];
+  }
+
+  /// Turns the factors into those of a log-probability and an entropy.
+  __device__ __forceinline__ void use_logprob(const CrossEntropyBackward& p, int64_t row) {
+    const C factor = static_cast<C>(p.factor);
+    scale *= -factor;
+    slope *= -factor;
+    if (p.grad_entropy == nullptr) return;
+    const C mass = static_cast<const C*>(p.mass)[row];
+    tilt = -static_cast<const C*>(p.grad_entropy)[row] * factor * mass;
+    slope += tilt * static_cast<const C*>(p.entropy)[row];
   }
 };
 

@@ -92,9 +92,20 @@ struct CrossEntropyBackwardPlan {
   int64_t blocks;
 };
 
+/// What a kernel computes of a row.
+///   target   the loss of a class
+///   spread   the loss of a q that is not 0 outside of the target class
+///   logprob  the logarithm of a class's probability, and the entropy
+enum class RowForm { target, spread, logprob };
+
 /// Whether q is not 0 outside of the target class.
 inline bool is_spread(const ClassTarget& target) {
   return target.index == nullptr || target.label_smoothing != 0;
+}
+template <class Arguments>
+RowForm form_of(const Arguments& p) {
+  if (p.is_logprob) return RowForm::logprob;
+  return is_spread(p.target) ? RowForm::spread : RowForm::target;
 }
 
 /// The alignment for logits and probabilities, given the alignment of all tensors of the logits'
@@ -171,7 +182,7 @@ inline std::optional<FewRows> choose_few_rows(const CrossEntropy& p, int64_t vec
 inline std::optional<FlatRows> choose_flat_rows(const CrossEntropy& p, Alignment alignment) {
   const size_t element = size_of(p.dtype);
   const bool is_short = p.classes * static_cast<int64_t>(element) <= kMostFlatBytes;
-  if (is_spread(p.target) || p.row_stride != p.classes || !aligned(p.logits) ||
+  if (is_spread(p.target) || p.is_logprob || p.row_stride != p.classes || !aligned(p.logits) ||
       alignment == Alignment::vector || !is_short) {
     return std::nullopt;
   }
@@ -240,8 +251,9 @@ inline CrossEntropyBackwardPlan choose(const CrossEntropyBackward& p, Alignment 
   plan.alignment = alignment;
   const int lanes = vector_lanes(p.dtype);
   const bool is_short = plan.alignment != Alignment::vector || p.classes < kFewVectors * lanes;
-  if (!is_spread(p.target) && p.row_stride == p.classes && p.grad_logits_row_stride == p.classes &&
-      aligned(p.logits) && aligned(p.grad_logits) && is_short) {
+  if (!is_spread(p.target) && !p.is_logprob && p.row_stride == p.classes &&
+      p.grad_logits_row_stride == p.classes && aligned(p.logits) && aligned(p.grad_logits) &&
+      is_short) {
     plan.flat_lanes = p.classes < lanes ? 1 : lanes;
     plan.blocks = ceil_div(p.rows * p.classes, kFlatThreads * kFlatItems * *plan.flat_lanes);
     return plan;

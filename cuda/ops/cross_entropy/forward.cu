@@ -1,4 +1,5 @@
-// Loss and log-sum-exp of each row of logits, read once, and the sum of the losses.
+// Loss and log-sum-exp of each row of logits, read once, and the sum of the losses. Or the
+// log-probability of a class and the entropy (RowForm::logprob), by the last three plans.
 //
 //   plan       kernel                    when
 //   few rows   cross_entropy_few_rows    the sum is wanted, and one block or cluster has all rows
@@ -20,14 +21,14 @@ using namespace reduce;
 namespace {
 
 /// A team has one row.
-template <class Access, bool kSpread, int kItems, RowPass kPass>
+template <class Access, RowForm kForm, int kItems, RowPass kPass>
 __global__ void __launch_bounds__(kLossThreads, 4)
     cross_entropy_rows(CrossEntropy p, TeamShape shape) {
   using C = Compute<typename Access::T>;
-  __shared__ TeamStorage<C, kLossValues<kSpread>> storage;
+  __shared__ TeamStorage<C, kLossValues<kForm>> storage;
   wait_for_previous_kernel();
-  Team<C, kLossValues<kSpread>> team(shape, storage);
-  (void)loss_of_row<Access, kSpread, kItems, kPass>(p, team, team.first_team() + team.index());
+  Team<C, kLossValues<kForm>> team(shape, storage);
+  (void)loss_of_row<Access, kForm, kItems, kPass>(p, team, team.first_team() + team.index());
 }
 
 /// Adds the losses and the weights that the threads of a team have, and stores the result.
@@ -41,18 +42,18 @@ __device__ __forceinline__ void store_sum(const LossSum& p, Team<double, 2>& tea
 }
 
 /// One block or cluster has all rows, one per team, and adds their losses, too.
-template <class Access, bool kSpread, int kItems, RowPass kPass>
+template <class Access, RowForm kForm, int kItems, RowPass kPass>
 __global__ void __launch_bounds__(kFewThreads, 1)
     cross_entropy_few_rows(CrossEntropy p, LossSum total, TeamShape shape, TeamShape all_shape) {
   using C = Compute<typename Access::T>;
-  __shared__ TeamStorage<C, kLossValues<kSpread>> storage;
+  __shared__ TeamStorage<C, kLossValues<kForm>> storage;
   __shared__ TeamStorage<double, 2> all_storage;
   Team<double, 2> all(all_shape, all_storage);
   all.init_barriers();
   wait_for_previous_kernel();
-  Team<C, kLossValues<kSpread>, true> team(shape, storage);
+  Team<C, kLossValues<kForm>, true> team(shape, storage);
   const RowLoss<C> row =
-      loss_of_row<Access, kSpread, kItems, kPass>(p, team, team.first_team() + team.index());
+      loss_of_row<Access, kForm, kItems, kPass>(p, team, team.first_team() + team.index());
   double sums[2] = {static_cast<double>(row.loss), static_cast<double>(row.weight)};
   store_sum<C>(total, all, sums);
 }
@@ -94,22 +95,35 @@ Status add_losses(const LossSum& p, const Device& device, CUstream_st* stream) {
                                    : launch_overlapped(sum_losses<float>, grid, stream, p, team);
 }
 
-template <class Access, bool kSpread, int kItems, RowPass kPass>
+template <class Access, RowForm kForm, int kItems, RowPass kPass>
 Status launch_rows(const CrossEntropy& p, const LossSum* total, const CrossEntropyPlan& plan,
                    CUstream_st* stream) {
   Grid grid;
-  if constexpr (kPass != RowPass::inner) {
+  if constexpr (kPass != RowPass::inner && kForm != RowForm::logprob) {
     if (plan.all) {
       const Status status = make_grid(*plan.all, 1, grid);
-      return status.ok() ? launch_overlapped(cross_entropy_few_rows<Access, kSpread, kItems, kPass>,
+      return status.ok() ? launch_overlapped(cross_entropy_few_rows<Access, kForm, kItems, kPass>,
                                              grid, stream, p, *total, plan.team, *plan.all)
                          : status;
     }
   }
   const Status status = make_grid(plan.team, p.rows, grid);
-  return status.ok() ? launch_overlapped(cross_entropy_rows<Access, kSpread, kItems, kPass>, grid,
+  return status.ok() ? launch_overlapped(cross_entropy_rows<Access, kForm, kItems, kPass>, grid,
                                          stream, p, plan.team)
                      : status;
+}
+
+/// The kernel for targets that are classes.
+template <class Access, RowForm kForm>
+Status launch_pass(const CrossEntropy& p, const LossSum* total, const CrossEntropyPlan& plan,
+                   CUstream_st* stream) {
+  if constexpr (!Access::kAligned) {
+    if (plan.pass == RowPass::inner)
+      return launch_rows<Access, kForm, kShortItems, RowPass::inner>(p, total, plan, stream);
+  }
+  return plan.pass == RowPass::once
+             ? launch_rows<Access, kForm, kShortItems, RowPass::once>(p, total, plan, stream)
+             : launch_rows<Access, kForm, kLongItems, RowPass::steps>(p, total, plan, stream);
 }
 
 template <class T>
@@ -118,16 +132,15 @@ Status launch(const CrossEntropy& p, const LossSum* total, const CrossEntropyPla
   if (plan.flat) return launch_flat_rows<T>(p, *plan.flat, stream);
   return with_vectors<T>(plan.alignment, [&](auto access) {
     using Access = typename std::decay_t<decltype(access)>::type;
-    constexpr RowPass kSteps = RowPass::steps;
-    if (is_spread(p.target))
-      return launch_rows<Access, true, kSpreadItems, kSteps>(p, total, plan, stream);
-    if constexpr (!Access::kAligned) {
-      if (plan.pass == RowPass::inner)
-        return launch_rows<Access, false, kShortItems, RowPass::inner>(p, total, plan, stream);
+    switch (form_of(p)) {
+      case RowForm::spread:
+        return launch_rows<Access, RowForm::spread, kSpreadItems, RowPass::steps>(p, total, plan,
+                                                                                  stream);
+      case RowForm::logprob:
+        return launch_pass<Access, RowForm::logprob>(p, total, plan, stream);
+      default:
+        return launch_pass<Access, RowForm::target>(p, total, plan, stream);
     }
-    return plan.pass == RowPass::once
-               ? launch_rows<Access, false, kShortItems, RowPass::once>(p, total, plan, stream)
-               : launch_rows<Access, false, kLongItems, kSteps>(p, total, plan, stream);
   });
 }
 

@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kFlatLossThreads)
   const T* const row = tile + thread * classes;
   const C logit = target.index >= 0 ? convert<C>(row[target.index]) : C(0);
   const C values[] = {maxima[thread], sums[thread]};
-  (void)finish_row<false>(p, first_row + thread, row, target, C(0), logit, values);
+  (void)finish_row<RowForm::target>(p, first_row + thread, row, target, C(0), logit, values);
 }
 
 template <class T>

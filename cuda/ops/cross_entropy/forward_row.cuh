@@ -10,9 +10,38 @@ namespace torchkiln::cuda {
 namespace {
 
 /// {maximum, sum of exp(logit - maximum)}, and if q is spread over classes, {sum of
-/// q * (logit - base), sum of q}.
-template <bool kSpread>
-inline constexpr int kLossValues = kSpread ? 4 : 2;
+/// q * (logit - base), sum of q}; for a log-probability the sum of
+/// exp(logit - maximum) * (logit - maximum).
+template <RowForm kForm>
+inline constexpr int kLossValues = kForm == RowForm::spread    ? 4
+                                   : kForm == RowForm::logprob ? 3
+                                                               : 2;
+
+/// Operator over {maximum, sum of exp(z - maximum), sum of exp(z - maximum) * (z - maximum)}.
+template <class Math>
+struct SumOfEntropies : SumOfExponentials<Math> {
+  using Base = SumOfExponentials<Math>;
+
+  /// Converts both sums, relative to `from`, into sums relative to `to`.
+  template <class C>
+  static __device__ __forceinline__ void rescale(C& sum, C& moment, C from, C to) {
+    if (from == to || from == -C(INFINITY)) return;
+    const C shift = from - Base::reference(to);
+    const C factor = Math::exp(shift);
+    moment = factor * (moment + fmax(shift, kLeastExponent<C>) * sum);
+    sum *= factor;
+  }
+  template <class C>
+  __device__ __forceinline__ void operator()(C (&a)[3], const C (&b)[3]) const {
+    const C largest = fmax(a[0], b[0]);
+    C sum = b[1], moment = b[2];
+    rescale(sum, moment, b[0], largest);
+    rescale(a[1], a[2], a[0], largest);
+    a[0] = largest;
+    a[1] += sum;
+    a[2] += moment;
+  }
+};
 
 template <class C>
 struct RowLoss {
@@ -22,11 +51,12 @@ struct RowLoss {
 
 /// Stores loss, log-sum-exp, mass and weight of a row. `values`: see kLossValues; `logit`: the
 /// logit of the target class, unless q is spread.
-template <bool kSpread, class T, class C>
+template <RowForm kForm, class T, class C>
 __device__ __forceinline__ RowLoss<C> finish_row(const CrossEntropy& p, int64_t row,
                                                  const T* logits, const RowTarget<C>& target,
                                                  C base, C logit,
-                                                 const C (&values)[kLossValues<kSpread>]) {
+                                                 const C (&values)[kLossValues<kForm>]) {
+  constexpr bool kSpread = kForm == RowForm::spread, kLogprob = kForm == RowForm::logprob;
   const bool has_class = target.index >= 0;
   const C reference = SumOfExponentials<MathFor<T>>::reference(values[0]);
   if (p.sum != nullptr) {  // a shard
@@ -41,6 +71,9 @@ __device__ __forceinline__ RowLoss<C> finish_row(const CrossEntropy& p, int64_t 
     static_cast<C*>(p.sum)[row] = values[1];
     static_cast<C*>(p.mass)[row] = mass;
     static_cast<C*>(p.target_weight)[row] = target.weight;
+    if constexpr (kLogprob) {
+      if (p.entropy != nullptr) static_cast<C*>(p.entropy)[row] = values[2];
+    }
     return {};
   }
   const C log_sum = log(values[1]);
@@ -67,6 +100,11 @@ __device__ __forceinline__ RowLoss<C> finish_row(const CrossEntropy& p, int64_t 
   }
   mass *= rounding == rounding ? exp(-rounding) : C(1);
   if (target.ignored) loss = mass = C(0);
+  if constexpr (kLogprob) {
+    loss = -loss;
+    const C entropy = target.ignored ? C(0) : log_sum - values[2] / values[1];
+    if (p.entropy != nullptr) static_cast<C*>(p.entropy)[row] = entropy;
+  }
   static_cast<C*>(p.loss)[row] = loss;
   static_cast<C*>(p.log_sum_exp)[row] = log_sum_exp;
   static_cast<C*>(p.mass)[row] = mass;
@@ -78,15 +116,16 @@ __device__ __forceinline__ RowLoss<C> finish_row(const CrossEntropy& p, int64_t 
 }
 
 /// A team reads a row once. Each thread keeps a running maximum and the sum of exponentials
-/// relative to it. kSpread: q is not 0 outside of the target class. All threads of the block call
-/// it once; the first thread of the team gets the loss.
-template <class Access, bool kSpread, int kItems, RowPass kPass, class LossTeam,
+/// relative to it. All threads of the block call it once; the first thread of the team gets the
+/// loss.
+template <class Access, RowForm kForm, int kItems, RowPass kPass, class LossTeam,
           class C = Compute<typename Access::T>>
 __device__ __forceinline__ RowLoss<C> loss_of_row(const CrossEntropy& p, LossTeam& team,
                                                   int64_t row) {
   using T = typename Access::T;
   using Math = MathFor<T>;
-  using Sums = SumOfExponentials<Math>;
+  constexpr bool kSpread = kForm == RowForm::spread, kLogprob = kForm == RowForm::logprob;
+  using Sums = std::conditional_t<kLogprob, SumOfEntropies<Math>, SumOfExponentials<Math>>;
   using Item = typename Access::Item;
   constexpr int kLanes = Access::kLanes;
   const bool inside = row < p.rows;
@@ -120,6 +159,7 @@ __device__ __forceinline__ RowLoss<C> loss_of_row(const CrossEntropy& p, LossTea
   if (inside && (kSpread || team.rank() == 0)) target = target_of<C>(p.target, row, p.classes);
   const bool has_class = target.index >= 0;
   const Distribution<Access, C> distribution(p.target, row, target.index);
+  const C scale = static_cast<C>(p.scale);
   // Sums of q * logits are relative to the first logit, so that a large offset costs no digits.
   C base = 0, logit = 0;
   if (kSpread) {
@@ -127,23 +167,36 @@ __device__ __forceinline__ RowLoss<C> loss_of_row(const CrossEntropy& p, LossTea
     if (!isfinite(base)) base = 0;
   } else if (inside && team.rank() == 0 && has_class) {
     logit = convert<C>(logits[target.index]);
+    if constexpr (kLogprob) logit *= scale;
   }
 
-  C values[kLossValues<kSpread>] = {};
+  C values[kLossValues<kForm>] = {};
   values[0] = -C(INFINITY);
   const auto accumulate = [&](int first) {
-    C largest = fmax(values[0], max_of<C>(items));
-    if constexpr (kInner) largest = fmax(largest, edge);
+    C most = max_of<C>(items);
+    if constexpr (kInner) most = fmax(most, edge);
+    if constexpr (kLogprob) most *= scale;
+    const C largest = fmax(values[0], most);
     const C reference = Sums::reference(largest);
     // Groups are summed first: the rounding error grows with the number of groups.
-    C group_sum = 0, group_logits = 0, group_q = 0;
+    C group_sum = 0, group_logits = 0, group_q = 0, group_moment = 0;
+    const auto add = [&](C logit_of_class) {
+      if constexpr (kLogprob) {
+        const C exponent = logit_of_class * scale - reference;
+        const C power = Math::exp(exponent);
+        group_sum += power;
+        group_moment += power * fmax(exponent, kLeastExponent<C>);
+      } else {
+        group_sum += Math::exp(logit_of_class - reference);
+      }
+    };
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {
       if (kPass != RowPass::steps && team.rank() + k * team.size() >= vectors) break;
       C z[kLanes];
       widen(items[k], z);
 #pragma unroll
-      for (int i = 0; i < kLanes; ++i) group_sum += Math::exp(z[i] - reference);
+      for (int i = 0; i < kLanes; ++i) add(z[i]);
       if constexpr (kSpread) {
         const int column = access.column(first + k * team.size());
         if (column >= access.columns) continue;
@@ -157,12 +210,18 @@ __device__ __forceinline__ RowLoss<C> loss_of_row(const CrossEntropy& p, LossTea
         }
       }
     }
-    if constexpr (kInner) group_sum += Math::exp(edge - reference);
+    if constexpr (kInner) add(edge);
     if constexpr (kSpread) {
       values[2] += group_logits;
       values[3] += group_q;
     }
-    if (values[0] != -C(INFINITY)) group_sum += values[1] * Math::exp(values[0] - reference);
+    if constexpr (kLogprob) {
+      Sums::rescale(values[1], values[2], values[0], largest);
+      values[2] += group_moment;
+      group_sum += values[1];
+    } else if (values[0] != -C(INFINITY)) {
+      group_sum += values[1] * Math::exp(values[0] - reference);
+    }
     values[1] = group_sum;
     values[0] = largest;
   };
@@ -181,13 +240,17 @@ __device__ __forceinline__ RowLoss<C> loss_of_row(const CrossEntropy& p, LossTea
   // rescaling.
   C largest[1] = {values[0]};
   team.reduce_in_warp(largest, Max{});
-  values[1] = Sums::rescaled(values[1], values[0], largest[0]);
+  if constexpr (kLogprob) {
+    Sums::rescale(values[1], values[2], values[0], largest[0]);
+  } else {
+    values[1] = Sums::rescaled(values[1], values[0], largest[0]);
+  }
   values[0] = 0;
   team.reduce_in_warp(values, Sum{});
   values[0] = largest[0];
   team.reduce_warps(values, Sums{});
   if (!inside || team.rank() > 0) return {};
-  return finish_row<kSpread>(p, row, logits, target, base, logit, values);
+  return finish_row<kForm>(p, row, logits, target, base, logit, values);
 }
 
 }  // namespace

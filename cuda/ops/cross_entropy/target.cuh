@@ -10,6 +10,11 @@
 namespace torchkiln::cuda {
 namespace {
 
+/// The smallest exponent whose product with its exponential is computed: those of all smaller ones
+/// are 0, of -infinity too.
+template <class C>
+inline constexpr C kLeastExponent = C(-1e4);
+
 /// Class and weight of a row's target.
 template <class C>
 struct RowTarget {

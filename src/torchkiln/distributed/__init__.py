@@ -1,6 +1,7 @@
 """Ops on several devices: parallel styles, losses with distributed classes, rules for DTensor."""
 
 from torchkiln.distributed.linear_loss import vocab_parallel_linear_cross_entropy
+from torchkiln.distributed.logprob import vocab_parallel_linear_logprob, vocab_parallel_logprob
 from torchkiln.distributed.loss import vocab_parallel_cross_entropy
 from torchkiln.distributed.rules import register_rule
 from torchkiln.distributed.styles import ColwiseParallel, RowwiseParallel, SequenceParallel
@@ -12,4 +13,6 @@ __all__ = [
     "register_rule",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",
+    "vocab_parallel_linear_logprob",
+    "vocab_parallel_logprob",
 ]

@@ -45,5 +45,8 @@ def register_flops(module: ModuleType) -> None:
         ops._linear_cross_entropy_with_metrics,
         ops._linear_cross_entropy_forward,
         ops._linear_cross_entropy_backward,
+        ops.linear_logprob,
+        ops._linear_logprob_forward,
+        ops._linear_logprob_backward,
     ]
     module.register_flop_formula(losses, get_raw=True)(chunk_flops)

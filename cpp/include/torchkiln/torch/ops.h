@@ -338,6 +338,42 @@ TORCHKILN_EXPORT at::Tensor linear_cross_entropy(const at::Tensor& x,
                                                  const at::Tensor& target,
                                                  const LinearCrossEntropyOptions& options = {});
 
+struct LogprobOptions {
+  double temperature = 1.0;  // divides the logits
+  int64_t ignore_index = -100;
+  bool entropy = false;  // else the second result is empty
+
+  TORCHKILN_FIELDS(self.temperature, self.ignore_index, self.entropy);
+};
+
+/// {log(p[target]), -sum of p * log(p)} with p = softmax(logits / temperature) for logits
+/// [..., classes] and int64 classes [...]. The results are float32, or float64 for float64 logits,
+/// and 0 where the target is ignore_index. The logits are read once; backward reads them once and
+/// writes their gradient.
+TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor> logprob(const at::Tensor& logits,
+                                                            const at::Tensor& target,
+                                                            const LogprobOptions& options = {});
+
+struct LinearLogprobOptions {
+  double temperature = 1.0;        // divides the logits, after the softcap
+  std::optional<double> softcap;   // replaces logits by softcap * tanh(logits / softcap)
+  std::optional<at::Tensor> rows;  // indices of the rows that count, int64, or a mask, bool
+  int64_t ignore_index = -100;
+  bool entropy = false;                 // else the second result is empty
+  std::optional<at::ScalarType> dtype;  // of the logits of a chunk, by default that of the results
+
+  TORCHKILN_FIELDS(self.temperature, self.softcap, self.rows, self.ignore_index, self.entropy,
+                   self.dtype);
+};
+
+/// logprob() of the logits linear(x, weight, bias) for x [..., features], weight
+/// [classes, features] and int64 classes [...]. Logits are computed for some thousand rows at a
+/// time, in forward and again in backward. Rows that do not count have the result 0 and no
+/// gradient, and cost no product.
+TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor> linear_logprob(
+    const at::Tensor& x, const at::Tensor& weight, const at::Tensor& target,
+    const std::optional<at::Tensor>& bias = std::nullopt, const LinearLogprobOptions& options = {});
+
 struct SpmmOptions {
   at::OptionalSymIntArrayRef shape = std::nullopt;  // [rows, columns], checked against the tensors
   std::optional<at::Tensor> transpose;              // csr_transpose() of the pattern, for backward

@@ -28,6 +28,9 @@ struct ClassTarget {
 ///   mass = (sum of q + 2 * z_loss * w * lse) * exp(log_sum_exp - lse), 0 if the row is ignored
 /// The last factor of mass compensates for the rounding of lse to log_sum_exp, which would show for
 /// large logits.
+/// With is_logprob, `loss` is -1 times this number for the logits times `scale`: the logarithm of
+/// the probability of the target class. The target then is an index, without class weights and
+/// smoothing, and z_loss is 0.
 struct CrossEntropy {
   const void* logits;  // [rows, classes], classes adjacent
   Dtype dtype;
@@ -47,10 +50,18 @@ struct CrossEntropy {
   // receives the sum of q * (logits - maximum), log_sum_exp the maximum (0 in place of -infinity)
   // and mass the sum of q; z_loss has to be 0, and results of ignored rows are undefined.
   void* sum;
+  bool is_logprob = false;
+  double scale = 1;  // greater than 0; read only with is_logprob
+  // [rows] with is_logprob: -sum of p * log(p) with p = softmax(scale * logits), 0 if the row is
+  // ignored; of a shard the sum of exp(z - maximum) * (z - maximum) with z = scale * logits. Null
+  // if not wanted.
+  void* entropy = nullptr;
 };
 
 /// grad_logits = scale * (mass * exp(logits - log_sum_exp) - q), 0 if the row is ignored; scale is
 /// the row's grad, divided by `divisor` if that is not null.
+/// With is_logprob, z = factor * logits and p = mass * exp(z - log_sum_exp):
+///   grad_logits = factor * (grad * (q - p) - grad_entropy * p * (z - log_sum_exp + entropy))
 struct CrossEntropyBackward {
   const void* grad;  // [rows] of grad_dtype
   Dtype grad_dtype;
@@ -68,6 +79,10 @@ struct CrossEntropyBackward {
   const void* target_weight;  // from forward
   void* grad_logits;          // [rows, classes], classes adjacent; may be the logits
   int64_t grad_logits_row_stride;
+  bool is_logprob = false;
+  double factor = 1;                   // `scale` of the forward
+  const void* entropy = nullptr;       // [rows] from forward; null without grad_entropy
+  const void* grad_entropy = nullptr;  // [rows] of the compute type; null for 0
 };
 
 /// The arguments with target.all_classes set to `classes` if it is 0.

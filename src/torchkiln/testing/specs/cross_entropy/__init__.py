@@ -2,9 +2,19 @@
 
 from torchkiln.testing.forms import with_forms
 from torchkiln.testing.specs.cross_entropy import linear, logits, metrics
+from torchkiln.testing.specs.cross_entropy.linear_logprob import LINEAR_LOGPROB
 from torchkiln.testing.specs.cross_entropy.logits import classes, probabilities, reference
+from torchkiln.testing.specs.cross_entropy.logprob import LOGPROB
 
 CROSS_ENTROPY = with_forms(logits.CROSS_ENTROPY, metrics.LOGITS)
 LINEAR_CROSS_ENTROPY = with_forms(linear.LINEAR_CROSS_ENTROPY, metrics.LINEAR)
 
-__all__ = ["CROSS_ENTROPY", "LINEAR_CROSS_ENTROPY", "classes", "probabilities", "reference"]
+__all__ = [
+    "CROSS_ENTROPY",
+    "LINEAR_CROSS_ENTROPY",
+    "LINEAR_LOGPROB",
+    "LOGPROB",
+    "classes",
+    "probabilities",
+    "reference",
+]

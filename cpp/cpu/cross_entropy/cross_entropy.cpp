@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "detail/simd_exp.h"
+#include "cross_entropy/logprob.h"
 #include "detail/simd_row.h"
 #include "torchkiln/cpu/isa.h"
 
@@ -210,8 +210,11 @@ Status losses(const CrossEntropy& p, int64_t begin, int64_t end) {
     int64_t index;
     if (!read_target(p.target, row, p.classes, index)) return kOutOfRange;
     if (index == kIgnored) {
-      for (void* out : {p.loss, p.log_sum_exp, p.mass, p.target_weight, p.correct, p.sum})
+      for (void* out :
+           {p.loss, p.log_sum_exp, p.mass, p.target_weight, p.correct, p.sum, p.entropy})
         if (out != nullptr) static_cast<C*>(out)[row] = C(0);
+    } else if (p.is_logprob) {
+      row_logprob<T>(p, row, index >= 0 ? std::optional(index) : std::nullopt);
     } else {
       row_loss(p, distribution, row, index);
     }
@@ -270,6 +273,10 @@ Status gradients(const CrossEntropyBackward& p, int64_t begin, int64_t end) {
     C grad = 0;
     const C scale =
         *read_run(&grad, p.grad, row * p.grad_stride, /*stride=*/1, 1, p.grad_dtype) / divisor;
+    if (p.is_logprob) {
+      row_logprob_gradient<T>(p, row, index, scale);
+      continue;
+    }
     row_gradient(p, distribution, row, index, scale);
   }
   return {};

@@ -1,0 +1,202 @@
+"""The recipes of docs/examples/post_training.py have the losses and gradients of their formulas.
+
+The formulas are those of the papers, in float64, from probabilities of all classes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "examples"
+SEQUENCES, TOKENS, WIDTH, CLASSES = 4, 9, 7, 23
+MOST_LINES = 15
+
+
+@pytest.fixture
+def recipes(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The module of the recipes."""
+    monkeypatch.syspath_prepend(FOLDER)
+    yield import_module("post_training")
+    del sys.modules["post_training"]
+
+
+class Batch:
+    """Hidden states and a head that require gradients, tokens, and a mask of completions."""
+
+    def __init__(self, seed: int = 0) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        normal: dict[str, Any] = {"generator": draw, "dtype": torch.float64}
+        self.hidden = torch.randn(SEQUENCES, TOKENS, WIDTH, **normal).requires_grad_()
+        self.head = torch.randn(CLASSES, WIDTH, **normal).requires_grad_()
+        self.tokens = torch.randint(CLASSES, (SEQUENCES, TOKENS), generator=draw)
+        starts = torch.tensor([2, 5, 3, 7]).unsqueeze(1)
+        self.mask = torch.arange(TOKENS) >= starts
+        self.old, self.ref = torch.randn(2, SEQUENCES, TOKENS - 1, **normal) * 0.3
+        self.gain = torch.randn(SEQUENCES, **normal)
+        self.pairs = torch.randn(4, 2, **normal) * 5 - 20
+
+    def counted(self) -> list[list[int]]:
+        """The positions of each sequence whose next token counts."""
+        return [[t for t in range(TOKENS - 1) if self.mask[s, t + 1]] for s in range(SEQUENCES)]
+
+    def p(self, s: int, t: int) -> Tensor:
+        """The probabilities of the token after position t."""
+        logits = self.head @ self.hidden[s, t]
+        return logits.exp() / logits.exp().sum()
+
+    def logp(self, s: int, t: int) -> Tensor:
+        """The log-probability of the token after position t."""
+        return self.p(s, t)[self.tokens[s, t + 1]].log()
+
+    def sums(self) -> list[Tensor]:
+        """The log-probability of each completion."""
+        return [torch.stack([self.logp(s, t) for t in at]).sum() for s, at in self.counts()]
+
+    def means(self) -> list[Tensor]:
+        """The mean log-probability of the tokens of each completion."""
+        return [y / len(at) for y, (_, at) in zip(self.sums(), self.counts(), strict=True)]
+
+    def counts(self) -> list[tuple[int, list[int]]]:
+        """Each sequence with its positions."""
+        return list(enumerate(self.counted()))
+
+
+def log_sigmoid(x: Tensor) -> Tensor:
+    """Its formula."""
+    return -(1 + (-x).exp()).log()
+
+
+def plain_sft(b: Batch) -> Tensor:
+    """Minus the mean over all tokens that count."""
+    return -sum(b.sums()) / sum(map(len, b.counted()))  # type: ignore[return-value]
+
+
+def plain_dpo(b: Batch) -> Tensor:
+    """Two pairs: the first two sequences are chosen, the others rejected."""
+    y, ref = b.sums(), b.pairs
+    margins = [y[i] - ref[0, i] - (y[i + 2] - ref[1, i]) for i in range(2)]
+    return -sum(log_sigmoid(0.1 * m) for m in margins) / 2  # type: ignore[return-value]
+
+
+def plain_orpo(b: Batch) -> Tensor:
+    """The negative log-likelihood and the log of the ratio of the odds."""
+    y = [x.exp() for x in b.means()]
+    odds = [x / (1 - x) for x in y]
+    terms = [y[i].log() + 0.1 * log_sigmoid((odds[i] / odds[i + 2]).log()) for i in range(2)]
+    return -sum(terms) / 2  # type: ignore[return-value]
+
+
+def plain_simpo(b: Batch) -> Tensor:
+    """The margin of means, without a reference."""
+    y = b.means()
+    return -sum(log_sigmoid(2.0 * (y[i] - y[i + 2]) - 1.0) for i in range(2)) / 2  # type: ignore[return-value]
+
+
+def plain_kto(b: Batch) -> Tensor:
+    """The first two sequences are good, the others are not."""
+    y, ref, other, ref_other = b.sums(), b.pairs[:2].flatten(), b.pairs[2], b.pairs[3]
+    kl = max(float((other - ref_other).mean()), 0.0)
+    signs = (1, 1, -1, -1)
+    values = [1 / (1 + (-0.1 * c * (y[i] - ref[i] - kl)).exp()) for i, c in enumerate(signs)]
+    return sum(1 - value for value in values) / 4  # type: ignore[return-value]
+
+
+def plain_grpo(b: Batch) -> Tensor:
+    """Each token by itself."""
+    each = []
+    for s, at in b.counts():
+        tokens = []
+        for t in at:
+            logp, p, gain = b.logp(s, t), b.p(s, t), b.gain[s]
+            ratio = logp.exp() / b.old[s, t].exp()
+            bounded = min(max(float(ratio.detach()), 0.8), 1.2)
+            kept = min(ratio * gain, bounded * gain)
+            gap = b.ref[s, t] - logp
+            tokens.append(0.04 * (gap.exp() - gap - 1) - kept + 0.01 * (p * p.log()).sum())
+        each.append(sum(tokens) / len(tokens))
+    return sum(each) / len(each)
+
+
+def plain_on_policy_distillation(b: Batch) -> Tensor:
+    """The log-ratio to the teacher is a constant factor of each token."""
+    each = []
+    for s, at in b.counts():
+        y = [(b.logp(s, t), b.ref[s, t]) for t in at]
+        each.append(sum((x.detach() - ref) * x for x, ref in y) / len(at))
+    return sum(each) / len(each)
+
+
+def from_recipe(name: str, recipes: ModuleType, b: Batch) -> Tensor:
+    """The loss of a recipe."""
+    counted = b.mask[:, 1:]
+    if name == "grpo":
+        import torchkiln  # noqa: PLC0415
+
+        rows = counted.flatten().nonzero().squeeze(1)
+        hidden, target = b.hidden[:, :-1], b.tokens[:, 1:]
+        logp, entropy = torchkiln.linear_logprob(hidden, b.head, target, rows=rows, entropy=True)
+        return recipes.grpo(logp, b.old, b.ref, entropy, b.gain, counted, bonus=0.01)
+    logp = recipes.token_logp(b.hidden, b.head, b.tokens, b.mask)
+    if name == "sft":
+        return recipes.sft(logp, counted)
+    if name == "on_policy_distillation":
+        return recipes.on_policy_distillation(logp, b.ref, counted)
+    if name in {"orpo", "simpo"}:
+        return getattr(recipes, name)(*recipes.mean(logp, counted).chunk(2))
+    if name == "dpo":
+        return recipes.dpo(*logp.sum(-1).chunk(2), *b.pairs[:2])
+    is_good = torch.tensor([True, True, False, False])
+    return recipes.kto(logp.sum(-1), b.pairs[:2].flatten(), is_good, *b.pairs[2:])
+
+
+PLAIN: dict[str, Callable[[Batch], Tensor]] = {
+    "sft": plain_sft,
+    "dpo": plain_dpo,
+    "orpo": plain_orpo,
+    "simpo": plain_simpo,
+    "kto": plain_kto,
+    "grpo": plain_grpo,
+    "on_policy_distillation": plain_on_policy_distillation,
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_recipe_is_its_formula(name: str, seed: int, recipes: ModuleType) -> None:
+    batch = Batch(seed)
+    given = (batch.hidden, batch.head)
+    found, truth = from_recipe(name, recipes, batch), PLAIN[name](batch)
+    torch.testing.assert_close(found, truth, rtol=1e-11, atol=1e-12)
+    for one, other in zip(
+        torch.autograd.grad(found, given), torch.autograd.grad(truth, given), strict=True
+    ):
+        assert other.abs().max() > 0
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_recipe_is_short(name: str, recipes: ModuleType) -> None:
+    body = inspect.getsource(getattr(recipes, name)).rpartition('"""')[2]
+    assert 0 < len(body.strip().splitlines()) <= MOST_LINES
+
+
+def test_grpo_raises_the_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the tensors are small
+    try:
+        curve = import_module("grpo").main(40)
+    finally:
+        torch.set_num_threads(threads)
+    assert sum(curve[:5]) / 5 < 0.2
+    assert sum(curve[-5:]) / 5 > 0.4
