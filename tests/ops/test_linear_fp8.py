@@ -280,6 +280,25 @@ def test_compiled_sees_new_weights() -> None:
         adds(found.weight)
 
 
+def test_exported_with_a_quantised_result() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer(130, 65).requires_grad_(requires_grad=False)
+
+        def forward(self, x: Tensor) -> tuple[torchkiln.Quantized, Tensor]:
+            shared = quantize(x)
+            return shared, self.layer(shared)
+
+    module, x = Both(), torch.randn(5, 130)
+    saved = io.BytesIO()
+    torch.export.save(torch.export.export(module, (x,)), saved)
+    saved.seek(0)
+    shared, y = torch.export.load(saved).module()(x)
+    assert isinstance(shared, torchkiln.Quantized)
+    assert torch.equal(y, module(x)[1])
+
+
 def test_checkpointed() -> None:
     found, x = layer(256, 128), torch.randn(16, 256, requires_grad=True)
     y, z = found(x), checkpoint(found, x, use_reentrant=False)

@@ -4,41 +4,41 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import _register_namedtuple
 
 from torchkiln import _C
 from torchkiln.ops.eager import eager
 
 
 class Quantized(NamedTuple):
-    """A tensor in float8_e4m3fn: each 128 elements of a row are ``data * scale``.
-
-    Attributes:
-        data: ``[..., k]``, float8_e4m3fn.
-        scale: ``[..., ceil(k / 128)]``, float32 powers of two. The scales of a block column are
-            adjacent in memory, as torch's scaled product reads them.
-        source: the tensor that was quantised, if it requires a gradient: :func:`linear_fp8` passes
-            the gradient of the product to it.
-    """
+    """A tensor in float8_e4m3fn: each 128 elements of a row are ``data * scale``."""
 
     data: Tensor
+    """``[..., k]``, float8_e4m3fn."""
     scale: Tensor
+    """``[..., ceil(k / 128)]``, float32 powers of two. The scales of a block column are adjacent in
+    memory, as torch's scaled product reads them."""
     source: Tensor | None = None
+    """The tensor that was quantised, if it requires a gradient: :func:`linear_fp8` passes the
+    gradient of the product to it."""
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight in float8_e4m3fn: each 128 x 128 elements are ``data * scale``.
-
-    Attributes:
-        data: ``[n, k]``, float8_e4m3fn.
-        scale: ``[ceil(n / 128), ceil(k / 128)]``, float32 powers of two.
-        transposed: ``[k, n]``, the same numbers transposed, for the gradient of the input.
-        transposed_scale: ``[ceil(k / 128), ceil(n / 128)]``.
-    """
+    """A weight in float8_e4m3fn: each 128 x 128 elements are ``data * scale``."""
 
     data: Tensor
+    """``[n, k]``, float8_e4m3fn."""
     scale: Tensor
+    """``[ceil(n / 128), ceil(k / 128)]``, float32 powers of two."""
     transposed: Tensor
+    """``[k, n]``, the same numbers transposed, for the gradient of the input."""
     transposed_scale: Tensor
+    """``[ceil(k / 128), ceil(n / 128)]``."""
+
+
+# torch.export saves programs that return them.
+_register_namedtuple(Quantized, serialized_type_name="torchkiln.Quantized")
+_register_namedtuple(QuantizedWeight, serialized_type_name="torchkiln.QuantizedWeight")
 
 
 def quantize(x: Tensor) -> Quantized:
