@@ -94,6 +94,12 @@ NOTES = {
         gradients="the gradient may take the place of the logits (`inplace_backward=True`)",
         autocast="a loss in float32; logits and a float32 bias are read as they are",
     ),
+    "quantize": Notes(
+        beside="a weight of another one of them, a float32 bias beside half precision",
+        strides="any; evenly spaced rows are not copied",
+        gradients="of the first order only: straight through the rounding",
+        autocast="the weight is quantised from its own dtype",
+    ),
     "spmm": Notes(
         beside="int32 and int64 indices",
         strides="any; a copy of `b` if its columns are not adjacent, but not for few entries on a "

@@ -134,6 +134,12 @@ PYBIND11_MODULE(_C, module, py::mod_gil_not_used()) {
   ops.bind<&torchkiln::mlp>("mlp");
   ops.bind<&torchkiln::gated_mlp>("gated_mlp");
   ops.bind<&torchkiln::spmm>("spmm_csr", "spmm");
+  ops.bind<&torchkiln::quantize>("quantize");
+  ops.bind<&torchkiln::quantize_both>("quantize_both");
+  ops.bind<&torchkiln::quantize_weight>("quantize_weight");
+  ops.bind<&torchkiln::transpose_quantized>("transpose_quantized");
+  ops.bind<&torchkiln::dequantize>("dequantize");
+  ops.bind<&torchkiln::linear_fp8>("linear_fp8");
   module.def("two_uses", &two_uses);
   bind_trace(module);
   bind_watch(module);

@@ -61,6 +61,16 @@ from torchkiln.ops.norm import (  # noqa: E402
     rms_norm,
 )
 from torchkiln.ops.pointwise import add, addcmul, muladd  # noqa: E402
+from torchkiln.ops.quantize import (  # noqa: E402
+    Quantized,
+    QuantizedWeight,
+    dequantize,
+    linear_fp8,
+    quantize,
+    quantize_both,
+    quantize_weight,
+    transpose_quantized,
+)
 from torchkiln.ops.reduction import mean, sum  # noqa: E402
 from torchkiln.ops.rope import qkv_norm_rope, rope  # noqa: E402
 from torchkiln.ops.softmax import log_softmax, softmax  # noqa: E402
@@ -131,6 +141,8 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "CrossEntropyOutput",
+    "Quantized",
+    "QuantizedWeight",
     "__version__",
     "add",
     "add_layer_norm",
@@ -147,6 +159,7 @@ __all__ = [
     "conv_bn_act",
     "cross_entropy",
     "csr_transpose",
+    "dequantize",
     "dropout_add",
     "explain",
     "fuse",
@@ -160,6 +173,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "linear_fp8",
     "linear_logprob",
     "log_softmax",
     "logprob",
@@ -168,6 +182,9 @@ __all__ = [
     "muladd",
     "nn",
     "qkv_norm_rope",
+    "quantize",
+    "quantize_both",
+    "quantize_weight",
     "quick_gelu",
     "relu",
     "relu2",
@@ -188,6 +205,7 @@ __all__ = [
     "swiglu",
     "tanh",
     "tanh_",
+    "transpose_quantized",
 ]
 
 for _name in __all__:

@@ -52,7 +52,8 @@ MODULES = ("torchkiln", "torchkiln.nn", *sorted(f"torchkiln.{n}" for n in torchk
 EXPERIMENTAL = {f"torchkiln.{name}" for name in ("bench", "distributed", "hub", "judge", "profile")}
 
 SIZES: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("Linear", "MLP", "SparseLinear", "LinearCrossEntropyLoss"), (4, 6)),
+    **dict.fromkeys(("Linear", "LinearFP8", "MLP", "SparseLinear"), (4, 6)),
+    "LinearCrossEntropyLoss": (4, 6),
     **dict.fromkeys(("ConvBNAct1d", "ConvBNAct2d", "ConvBNAct3d"), (2, 3, 1)),
     **dict.fromkeys(("TransformerEncoderLayer", "TransformerDecoderLayer"), (8, 2)),
     **dict.fromkeys(("TransformerBlock", "Attention", "MultiheadAttention"), (8, 2)),

@@ -19,6 +19,7 @@ from torchkiln.nn.kv_cache import KVCache
 from torchkiln.nn.matmul import MLP, GatedMLP, Linear
 from torchkiln.nn.multihead import MultiheadAttention
 from torchkiln.nn.norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
+from torchkiln.nn.quantize import LinearFP8
 from torchkiln.nn.rope import RotaryEmbedding
 from torchkiln.nn.softmax import LogSoftmax, Softmax
 from torchkiln.nn.spmm import SparseLinear
@@ -49,6 +50,7 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "LinearCrossEntropyLoss",
+    "LinearFP8",
     "LogSoftmax",
     "MultiheadAttention",
     "QuickGELU",

@@ -8,7 +8,10 @@ from pathlib import Path
 ALIASES = {"spmm": "spmm_csr"}
 """Functions without a spec of their own: ``spmm`` calls ``spmm_csr`` with the parts of a matrix."""
 
-OTHER_FUNCTIONS = {"addcmul", "conv_bn_act", "csr_transpose", *ALIASES}
+QUANTISING = ("quantize", "quantize_both", "quantize_weight", "transpose_quantized", "dequantize")
+"""Functions between floating point and E4M3; tests/ops/test_quantize.py compares their bits."""
+
+OTHER_FUNCTIONS = {"addcmul", "conv_bn_act", "csr_transpose", *QUANTISING, *ALIASES}
 """Public functions that are not ops with a spec."""
 
 UNLISTED = {"gated": ("geglu_tanh",), "matmul": ("matmul",), "spmm": ("spmm_csr",)}

@@ -11,7 +11,7 @@ TYPE_NAMES = {"__half": "float16", "__nv_bfloat16": "bfloat16"}
 
 NAMESPACES = (
     *("torchkiln", "device", "elementwise", "rowwise", "reduce", "rows", "columns", "cuda", "gemm"),
-    *("sm90", "tensor_core", "simt", "wgmma"),
+    *("sm90", "tensor_core", "simt", "wgmma", "fp8"),
 )
 ENUMERATORS = {"Major": ("k", "outer")}
 SHOWN_NAMESPACES = ("elementwise", "rows", "columns", "sm90", "tensor_core", "simt")

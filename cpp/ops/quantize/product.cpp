@@ -1,0 +1,128 @@
+// Products of E4M3 tensors: torch's scaled product on a GPU of compute capability 9.0, else the
+// exact values of both tensors multiplied in float32, on a CPU.
+
+#include <ATen/BlasBackend.h>
+
+#include "quantize/quantize.h"
+#include "torchkiln/kernels/quantize.h"
+#include "torchkiln/torch/empty.h"
+#include "torchkiln/torch/launch.h"
+
+namespace torchkiln::quantize_ops {
+namespace {
+
+constexpr int64_t kStep = 16;  // sizes of the operands of torch's product are multiples of it
+
+int64_t whole_steps(int64_t size) { return (size + kStep - 1) / kStep * kStep; }
+
+/// The matrix with zeros in added rows and columns. torch pads bytes, not E4M3.
+Tensor padded(const Tensor& matrix, int64_t rows, int64_t columns) {
+  const int64_t more_rows = rows - matrix.size(0), more_columns = columns - matrix.size(1);
+  if (more_rows == 0 && more_columns == 0) return matrix.contiguous();
+  trace::note("copied: sizes ", matrix.sizes(), " are no multiples of ", kStep);
+  return at::constant_pad_nd(matrix.view(at::kByte), {0, more_columns, 0, more_rows}).view(kFp8);
+}
+
+/// Scales of `rows` rows [rows, blocks], those of a block column adjacent; 1 for added rows.
+Tensor row_scales(const Tensor& scale, int64_t rows) {
+  Tensor columns = scale.t();
+  const int64_t more = rows - columns.size(1);
+  if (more > 0) columns = at::constant_pad_nd(columns, {0, more}, 1);
+  return columns.contiguous().as_strided({rows, columns.size(0)}, {1, rows});
+}
+
+/// Scales of squares [n / 128, k / 128] as torch reads them: the transposed matrix, with zeros up
+/// to a multiple of 4 rows.
+Tensor square_scales(const Tensor& scale) {
+  const int64_t blocks = scale.size(1), all = (blocks + 3) / 4 * 4;
+  const std::array<int64_t, 2> shape{all, scale.size(0)}, strides{1, all};
+  const bool is_laid_out = scale.stride(1) == 1 && (scale.size(0) == 1 || scale.stride(0) == all) &&
+                           scale.storage_offset() + scale.size(0) * all <=
+                               static_cast<int64_t>(scale.storage().nbytes() / sizeof(float));
+  if (is_laid_out) return scale.as_strided(shape, strides);
+  return at::constant_pad_nd(scale, {0, all - blocks}).as_strided(shape, strides);
+}
+
+bool has_product([[maybe_unused]] const Tensor& where) {
+  bool found = false;
+#ifdef TORCHKILN_WITH_CUDA
+  torch_cuda().on_stream(where.device(), [&](CUstream_st*) { found = cuda::has_block_products(); });
+#endif
+  return found;
+}
+
+/// The product of matrices by torch. `bias` has the dtype of the result.
+Tensor on_gpu(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,
+              bool square, const MaybeTensor& bias, at::ScalarType dtype) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      has_product(a), "torchkiln.", kLinear, ": x: got ", a.device(),
+      ", expected a GPU of compute capability 9.0: torch multiplies float8_e4m3fn with a scale for "
+      "each 128 elements on no other; use torchkiln.linear");
+  using at::blas::ScalingType;
+  const auto recipe = [](ScalingType type) { return static_cast<int64_t>(type); };
+  const int64_t rows = whole_steps(a.size(0)), columns = whole_steps(b.size(0));
+  const int64_t inner = whole_steps(a.size(1));
+  const bool adds = bias && dtype != at::kFloat;  // in the product; torch refuses it in float32
+  MaybeTensor shift = adds ? bias : std::nullopt;
+  if (adds && columns != b.size(0)) shift = at::constant_pad_nd(*bias, {0, columns - b.size(0)});
+  const Tensor right_scale = square ? square_scales(b_scale) : row_scales(b_scale, columns);
+  Tensor out = at::_scaled_mm_v2(
+      padded(a, rows, inner), padded(b, columns, inner).t(), {row_scales(a_scale, rows)},
+      {recipe(ScalingType::BlockWise1x128)}, {}, {right_scale},
+      {recipe(square ? ScalingType::BlockWise128x128 : ScalingType::BlockWise1x128)}, {}, shift,
+      dtype);
+  if (rows != a.size(0) || columns != b.size(0))
+    out = out.narrow(0, 0, a.size(0)).narrow(1, 0, b.size(0)).contiguous();
+  return bias && !adds ? out.add_(*bias) : out;
+}
+
+Tensor on_cpu(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,
+              const MaybeTensor& bias, at::ScalarType dtype) {
+  const Tensor left = DequantizeOp::kernel(a, a_scale, at::kFloat);
+  const Tensor right = DequantizeOp::kernel(b, b_scale, at::kFloat);
+  Tensor out = left.matmul(right.t());
+  if (bias) out = out.add_(bias->to(at::kFloat));
+  return out.to(dtype);
+}
+
+/// The shape of the result.
+c10::SymDimVector checked_product(const Tensor& a, const Tensor& a_scale, const Tensor& b,
+                                  const Tensor& b_scale, const MaybeTensor& bias) {
+  check_tensors(kLinear, {{"a", a}, {"a_scale", a_scale}, {"b", b}, {"b_scale", b_scale}});
+  check_quantized_rows(kLinear, "a", a, "a_scale", a_scale);
+  check_rank(kLinear, "b", b, 2, 2, "[n, k]");
+  check_size(kLinear, "b", b, 1, a.sym_size(-1), "the last size of a");
+  if (bias) check_vector(kLinear, "bias", *bias, b.sym_size(0), "the rows of b");
+  c10::SymDimVector shape(a.sym_sizes());
+  shape.back() = b.sym_size(0);
+  return shape;
+}
+
+}  // namespace
+
+Tensor ProductOp::meta(const Tensor& a, const Tensor& a_scale, const Tensor& b,
+                       const Tensor& b_scale, bool, const MaybeTensor& bias, at::ScalarType dtype) {
+  return empty_of(checked_product(a, a_scale, b, b_scale, bias), a.options().dtype(dtype));
+}
+
+Tensor ProductOp::kernel(const Tensor& a, const Tensor& a_scale, const Tensor& b,
+                         const Tensor& b_scale, bool square, const MaybeTensor& bias,
+                         at::ScalarType dtype) {
+  const c10::SymDimVector shape = checked_product(a, a_scale, b, b_scale, bias);
+  const int64_t columns = a.size(-1), features = b.size(0);
+  if (a.numel() == 0 || features == 0) {
+    const Tensor out = empty_of(shape, a.options().dtype(dtype));
+    return bias ? out.copy_(*bias) : out.zero_();
+  }
+  const int64_t rows = a.numel() / columns;
+  const Tensor left = a.reshape({rows, columns});
+  const Tensor left_scale = a_scale.reshape({rows, a_scale.size(-1)});
+  const MaybeTensor shift = bias ? MaybeTensor(bias->to(dtype)) : std::nullopt;
+  return (a.is_cpu() ? on_cpu(left, left_scale, b, b_scale, bias, dtype)
+                     : on_gpu(left, left_scale, b, b_scale, square, shift, dtype))
+      .view_symint(shape);
+}
+
+TORCH_LIBRARY_FRAGMENT(torchkiln, m) { define<ProductOp>(m); }
+
+}  // namespace torchkiln::quantize_ops

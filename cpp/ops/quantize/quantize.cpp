@@ -1,0 +1,222 @@
+// quantize, quantize_both, quantize_weight, transpose_quantized and dequantize: checks, outputs and
+// launches. product.cpp multiplies their results, linear_fp8.cpp is the layer.
+
+#include "quantize/quantize.h"
+
+#include "detail/rows_view.h"
+#include "torchkiln/kernels/quantize.h"
+#include "torchkiln/torch/elementwise.h"
+#include "torchkiln/torch/empty.h"
+#include "torchkiln/torch/launch.h"
+#include "torchkiln/torch/ops.h"
+
+namespace torchkiln::quantize_ops {
+namespace {
+
+using c10::SymInt;
+
+constexpr int64_t kScalesPerStep = 4;  // rows of squares have a multiple of as many scales
+
+void check_source(const char* op, const char* name, const Tensor& x) {
+  check_tensor(op, name, x);
+  const at::ScalarType dtype = x.scalar_type();
+  TORCH_CHECK(dtype == at::kFloat || is_half(dtype), "torchkiln.", op, ": ", name, ": got dtype ",
+              dtype_name(dtype), ", expected one of float32, float16, bfloat16");
+}
+
+void check_fp8(const char* op, const char* data_name, const Tensor& data, const char* scale_name,
+               const Tensor& scale) {
+  check_tensors(op, {{data_name, data}, {scale_name, scale}});
+  TORCH_CHECK(data.scalar_type() == kFp8, "torchkiln.", op, ": ", data_name, ": got dtype ",
+              dtype_name(data.scalar_type()),
+              ", expected float8_e4m3fn; call torchkiln.quantize()");
+  TORCH_CHECK(scale.scalar_type() == at::kFloat, "torchkiln.", op, ": ", scale_name, ": got dtype ",
+              dtype_name(scale.scalar_type()), ", expected float32");
+  check_not_0_dim(op, data_name, data);
+}
+
+/// The shape of the scales of rows: that of `data` with blocks instead of columns.
+c10::SymDimVector scale_shape(const Tensor& data) {
+  c10::SymDimVector shape(data.sym_sizes());
+  shape.back() = blocks_of(shape.back());
+  return shape;
+}
+
+/// The elements of all dimensions but the last one.
+SymInt rows_of(const Tensor& x) {
+  SymInt rows = 1;
+  for (int64_t d = 0; d + 1 < x.dim(); ++d) rows *= x.sym_size(d);
+  return rows;
+}
+
+Tensor empty_data(c10::SymIntArrayRef shape, const Tensor& like) {
+  return empty_of(shape, like.options().dtype(kFp8));
+}
+
+/// Scales of the rows of a tensor of this shape.
+Tensor empty_scale(c10::SymIntArrayRef shape, const Tensor& like) {
+  c10::SymDimVector outer{blocks_of(shape.back())};
+  for (const SymInt& size : shape.slice(0, shape.size() - 1)) outer.push_back(size);
+  return empty_of(outer, like.options().dtype(at::kFloat)).movedim(0, -1);
+}
+
+/// Scales of the squares of a matrix.
+Tensor empty_squares(const SymInt& rows, const SymInt& columns, const Tensor& like) {
+  const SymInt blocks = blocks_of(columns);
+  const SymInt stride = (blocks + (kScalesPerStep - 1)) / kScalesPerStep * kScalesPerStep;
+  return empty_of({blocks_of(rows), stride}, like.options().dtype(at::kFloat))
+      .narrow_symint(1, 0, blocks);
+}
+
+uint8_t* bytes(const Tensor& tensor) { return static_cast<uint8_t*>(tensor.data_ptr()); }
+
+/// Fills in the outputs. Tensors that are not wanted are undefined.
+void run(const char* op, const Tensor& x, const Tensor& x_scale, bool square, const Two& rows,
+         const Two& transposed) {
+  if (x.numel() == 0) return;
+  const int64_t columns = x.size(-1), count = x.numel() / columns;
+  const RowsView view = view_as_rows(x, count, columns);
+  Quantize p{};
+  p.x = view.tensor->const_data_ptr();
+  if (x_scale.defined()) p.x_scale = x_scale.const_data_ptr<float>();
+  p.dtype = dtype_of(x);
+  p.rows = count;
+  p.columns = columns;
+  p.stride = view.stride;
+  p.square = square;
+  const auto put = [](const Two& outputs, uint8_t*& data, float*& scale, int64_t& stride) {
+    const auto& [bytes_of, scale_of] = outputs;
+    if (!bytes_of.defined()) return;
+    data = bytes(bytes_of);
+    scale = scale_of.data_ptr<float>();
+    stride = scale_of.stride(0);
+  };
+  put(rows, p.data, p.scale, p.scale_stride);
+  put(transposed, p.transposed, p.transposed_scale, p.transposed_scale_stride);
+  launch(
+      op, x, p.tiles(), 1, [&](auto stream) { return cuda::quantize(p, stream); },
+      [&](int64_t begin, int64_t end) { return cpu::quantize(p, begin, end); });
+}
+
+/// The outputs for x, which has at least one dimension, as a transposed matrix.
+Two empty_transposed(const Tensor& x) {
+  const std::array<SymInt, 2> shape{x.sym_size(-1), rows_of(x)};
+  return {empty_data(shape, x), empty_scale(shape, x)};
+}
+
+}  // namespace
+
+void check_quantized_rows(const char* op, const char* data_name, const Tensor& data,
+                          const char* scale_name, const Tensor& scale) {
+  check_fp8(op, data_name, data, scale_name, scale);
+  const c10::SymDimVector expected = scale_shape(data);
+  TORCH_CHECK(scale.sym_sizes().equals(expected), "torchkiln.", op, ": ", scale_name,
+              ": got shape ", scale.sym_sizes(), ", expected ", c10::SymIntArrayRef(expected),
+              ", a scale for each 128 elements of a row of ", data_name);
+}
+
+Two QuantizeOp::meta(const Tensor& x) {
+  check_source("quantize", "x", x);
+  check_not_0_dim("quantize", "x", x);
+  return {empty_data(x.sym_sizes(), x), empty_scale(x.sym_sizes(), x)};
+}
+
+Two QuantizeOp::kernel(const Tensor& x) {
+  Two out = meta(x);
+  run("quantize", x, Tensor(), false, out, Two());
+  return out;
+}
+
+Four BothOp::meta(const Tensor& x) {
+  check_source("quantize_both", "x", x);
+  check_not_0_dim("quantize_both", "x", x);
+  return std::tuple_cat(Two{empty_data(x.sym_sizes(), x), empty_scale(x.sym_sizes(), x)},
+                        empty_transposed(x));
+}
+
+Four BothOp::kernel(const Tensor& x) {
+  Four out = meta(x);
+  const auto& [data, scale, transposed, transposed_scale] = out;
+  run("quantize_both", x, Tensor(), false, {data, scale}, {transposed, transposed_scale});
+  return out;
+}
+
+Two TransposeOp::meta(const Tensor& data, const Tensor& scale) {
+  check_quantized_rows("transpose_quantized", "data", data, "scale", scale);
+  return empty_transposed(data);
+}
+
+Two TransposeOp::kernel(const Tensor& data, const Tensor& scale) {
+  Two out = meta(data, scale);
+  const Tensor blocks = scale.movedim(-1, 0).contiguous();  // no copy of scales of ours
+  run("transpose_quantized", data, blocks, false, Two(), out);
+  return out;
+}
+
+Four WeightOp::meta(const Tensor& weight) {
+  check_source("quantize_weight", "weight", weight);
+  check_rank("quantize_weight", "weight", weight, 2, 2, "[n, k]");
+  const SymInt rows = weight.sym_size(0), columns = weight.sym_size(1);
+  return {empty_data(weight.sym_sizes(), weight), empty_squares(rows, columns, weight),
+          empty_data({columns, rows}, weight), empty_squares(columns, rows, weight)};
+}
+
+Four WeightOp::kernel(const Tensor& weight) {
+  Four out = meta(weight);
+  const auto& [data, scale, transposed, transposed_scale] = out;
+  run("quantize_weight", weight, Tensor(), true, {data, scale}, {transposed, transposed_scale});
+  return out;
+}
+
+Tensor DequantizeOp::meta(const Tensor& data, const Tensor& scale, at::ScalarType dtype) {
+  constexpr const char* kName = "dequantize";
+  check_fp8(kName, "data", data, "scale", scale);
+  TORCH_CHECK(is_supported_dtype(dtype), "torchkiln.", kName, ": dtype: got ", dtype_name(dtype),
+              ", expected ", kSupportedDtypes);
+  const c10::SymDimVector rows = scale_shape(data);
+  c10::SymDimVector squares = rows;
+  if (data.dim() == 2) squares.front() = blocks_of(squares.front());
+  TORCH_CHECK(scale.sym_sizes().equals(rows) || scale.sym_sizes().equals(squares), "torchkiln.",
+              kName, ": scale: got shape ", scale.sym_sizes(), ", expected ",
+              c10::SymIntArrayRef(rows), ", a scale for each 128 elements of a row, or ",
+              c10::SymIntArrayRef(squares), ", for each 128 x 128 elements");
+  return empty_of(data.sym_sizes(), data.options().dtype(dtype));
+}
+
+Tensor DequantizeOp::kernel(const Tensor& data, const Tensor& scale, at::ScalarType dtype) {
+  Tensor out = meta(data, scale, dtype);
+  const int64_t columns = data.size(-1);
+  Tensor each = scale.repeat_interleave(kScaledElements, -1).narrow(-1, 0, columns);
+  if (data.dim() == 2 && scale.size(0) != data.size(0))
+    each = each.repeat_interleave(kScaledElements, 0).narrow(0, 0, data.size(0));
+  // In float64, no product of a number and a power of two is rounded before it is stored.
+  return out.copy_(data.to(at::kDouble).mul_(each));
+}
+
+TORCH_LIBRARY_FRAGMENT(torchkiln, m) {
+  define<QuantizeOp, BothOp, TransposeOp, WeightOp, DequantizeOp>(m);
+}
+
+}  // namespace torchkiln::quantize_ops
+
+namespace torchkiln {
+
+std::tuple<at::Tensor, at::Tensor> quantize(const at::Tensor& x) {
+  return call<quantize_ops::QuantizeOp>(x);
+}
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> quantize_both(const at::Tensor& x) {
+  return call<quantize_ops::BothOp>(x);
+}
+std::tuple<at::Tensor, at::Tensor> transpose_quantized(const at::Tensor& data,
+                                                       const at::Tensor& scale) {
+  return call<quantize_ops::TransposeOp>(data, scale);
+}
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> quantize_weight(
+    const at::Tensor& weight) {
+  return call<quantize_ops::WeightOp>(weight);
+}
+at::Tensor dequantize(const at::Tensor& data, const at::Tensor& scale, at::ScalarType dtype) {
+  return call<quantize_ops::DequantizeOp>(data, scale, dtype);
+}
+
+}  // namespace torchkiln

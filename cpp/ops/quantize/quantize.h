@@ -1,0 +1,98 @@
+#pragma once
+
+// E4M3 tensors with float32 scales that are powers of two, and products of them. In the shapes
+// below a scale is for 128 elements along `columns`, or for 128 x 128 elements of a weight. Scales
+// are laid out as at::_scaled_mm_v2() reads them: those of a block column of rows are adjacent;
+// those of a row of squares are, too, with zeros up to a multiple of 4.
+
+#include "torchkiln/torch/checks.h"
+#include "torchkiln/torch/op.h"
+
+namespace torchkiln::quantize_ops {
+
+using at::Tensor;
+using Two = std::tuple<Tensor, Tensor>;
+using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+inline constexpr at::ScalarType kFp8 = at::kFloat8_e4m3fn;
+
+inline constexpr const char* kLinear = "linear_fp8";
+
+/// The ops of this family have no derivative of their own and no batching rule.
+[[noreturn]] inline void refuse_transform(const char* op) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "torchkiln.", op,
+                              ": got a transform of torch.func or a tangent of forward mode, "
+                              "expected a call outside of them: rounding to float8_e4m3fn has no "
+                              "derivative");
+}
+
+/// x -> (data, scale): data of x's shape [..., columns], scale [..., blocks].
+struct QuantizeOp {
+  static constexpr const char* kSchema = "torchkiln::quantize(Tensor x) -> (Tensor, Tensor)";
+  static Two meta(const Tensor& x);
+  static Two kernel(const Tensor& x);
+  static Two recorded(const Below& below, const Tensor& x) { return below.call<QuantizeOp>(x); }
+  static Two composite(const Tensor&) { refuse_transform("quantize"); }
+};
+
+/// QuantizeOp of x, and of x as a matrix [rows, columns] transposed: (data, scale, transposed,
+/// transposed_scale), one read of x.
+struct BothOp {
+  static constexpr const char* kSchema =
+      "torchkiln::quantize_both(Tensor x) -> (Tensor, Tensor, Tensor, Tensor)";
+  static Four meta(const Tensor& x);
+  static Four kernel(const Tensor& x);
+  static Four recorded(const Below& below, const Tensor& x) { return below.call<BothOp>(x); }
+  static Four composite(const Tensor&) { refuse_transform("quantize_both"); }
+};
+
+/// QuantizeOp of the transposed matrix, from its E4M3 data: the same numbers but for underflow.
+struct TransposeOp {
+  static constexpr const char* kSchema =
+      "torchkiln::transpose_quantized(Tensor data, Tensor scale) -> (Tensor, Tensor)";
+  static Two meta(const Tensor& data, const Tensor& scale);
+  static Two kernel(const Tensor& data, const Tensor& scale);
+};
+
+/// weight [n, k] with a scale for each 128 x 128 elements: (data, scale [n / 128, k / 128]), and
+/// those of the transposed weight, whose numbers are the same.
+struct WeightOp {
+  static constexpr const char* kSchema =
+      "torchkiln::quantize_weight(Tensor weight) -> (Tensor, Tensor, Tensor, Tensor)";
+  static Four meta(const Tensor& weight);
+  static Four kernel(const Tensor& weight);
+  static Four recorded(const Below& below, const Tensor& weight) {
+    return below.call<WeightOp>(weight);
+  }
+  static Four composite(const Tensor&) { refuse_transform("quantize_weight"); }
+};
+
+/// data * scale, for scales of rows or of squares.
+struct DequantizeOp {
+  static constexpr const char* kSchema =
+      "torchkiln::dequantize(Tensor data, Tensor scale, ScalarType dtype=float) -> Tensor";
+  static Tensor meta(const Tensor& data, const Tensor& scale, at::ScalarType dtype);
+  static Tensor kernel(const Tensor& data, const Tensor& scale, at::ScalarType dtype);
+};
+
+/// a [..., k] times the transposed b [n, k], plus bias, in `dtype`. The scales of `a` are of rows,
+/// those of `b` of rows or, if `square`, of squares.
+struct ProductOp {
+  static constexpr const char* kSchema =
+      "torchkiln::_quantized_product(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, "
+      "bool square, Tensor? bias, ScalarType dtype) -> Tensor";
+  static Tensor meta(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,
+                     bool square, const MaybeTensor& bias, at::ScalarType dtype);
+  static Tensor kernel(const Tensor& a, const Tensor& a_scale, const Tensor& b,
+                       const Tensor& b_scale, bool square, const MaybeTensor& bias,
+                       at::ScalarType dtype);
+};
+
+/// Checks that `data` is E4M3 with a scale for 128 elements of each of its rows.
+void check_quantized_rows(const char* op, const char* data_name, const Tensor& data,
+                          const char* scale_name, const Tensor& scale);
+
+/// The number of blocks of 128 elements.
+inline c10::SymInt blocks_of(const c10::SymInt& elements) { return (elements + 127) / 128; }
+
+}  // namespace torchkiln::quantize_ops

@@ -1,0 +1,34 @@
+#pragma once
+
+// The scale of a block of E4M3 elements, for kernels of the CPU and the GPU.
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define TORCHKILN_FP8_INLINE __host__ __device__ __forceinline__
+#else
+#define TORCHKILN_FP8_INLINE inline
+#endif
+
+namespace torchkiln {
+
+/// The byte that stands for NaN.
+inline constexpr uint8_t kFp8Nan = 0x7f;
+
+/// The exponent, with the bias of float32, of the smallest power of two that brings values of at
+/// most this magnitude to at most 448 = 1.75 * 2^8. `bits` are those of a finite float32 that is
+/// not negative. At least 1, so that scale and reciprocal are normal numbers; 127, a scale of 1,
+/// for a magnitude of 0.
+TORCHKILN_FP8_INLINE uint32_t fp8_scale_exponent(uint32_t bits) {
+  constexpr uint32_t kAboveMost = 0x1fffff;  // carries into the exponent if the mantissa is > 1.75
+  const uint32_t exponent = (bits + kAboveMost) >> 23;
+  return bits == 0 ? 127u : exponent <= 8 ? 1u : exponent - 8;
+}
+
+/// The bits of the scale with this exponent, and of its reciprocal.
+TORCHKILN_FP8_INLINE uint32_t fp8_scale_bits(uint32_t exponent) { return exponent << 23; }
+TORCHKILN_FP8_INLINE uint32_t fp8_reciprocal_bits(uint32_t exponent) {
+  return (254u - exponent) << 23;
+}
+
+}  // namespace torchkiln

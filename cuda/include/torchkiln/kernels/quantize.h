@@ -1,0 +1,60 @@
+#pragma once
+
+#include "torchkiln/core/dtype.h"
+
+struct CUstream_st;
+
+namespace torchkiln {
+
+/// Elements that share a scale: along a row, and for a square also along a column.
+inline constexpr int kScaledElements = 128;
+
+/// Writes matrices in E4M3, one byte per element, and scales in float32: x = data * scale. A scale
+/// is the smallest power of two that brings its finite elements to at most 448, and 1 if they are
+/// all 0. NaN and infinities become the byte 0x7f, a NaN.
+///
+/// x is [rows, columns] in float32, float16 or bfloat16 or, if x_scale is not null, itself E4M3
+/// with a scale for each 128 elements of a row.
+struct Quantize {
+  const void* x;
+  const float* x_scale;  // [blocks of a row, rows]; null: x has the dtype `dtype`
+  Dtype dtype;
+  int64_t rows;
+  int64_t columns;
+  int64_t stride;  // between the rows of x
+  bool square;     // one scale for 128 x 128 elements, else for 128 elements of a row of the result
+
+  uint8_t* data;  // [rows, columns]; null: not wanted
+  float* scale;   // [blocks of a row, rows], or [blocks of rows, scale_stride] for squares
+  int64_t scale_stride;
+
+  uint8_t* transposed;      // [columns, rows]; null: not wanted
+  float* transposed_scale;  // as `scale`, of the transposed matrix
+  int64_t transposed_scale_stride;
+
+  constexpr int64_t row_blocks() const { return (rows + kScaledElements - 1) / kScaledElements; }
+  constexpr int64_t column_blocks() const {
+    return (columns + kScaledElements - 1) / kScaledElements;
+  }
+  /// The number of tiles of 128 x 128 elements.
+  constexpr int64_t tiles() const { return row_blocks() * column_blocks(); }
+};
+
+namespace cpu {
+
+/// Computes the tiles begin <= tile < end, numbered along the columns first.
+TORCHKILN_EXPORT Status quantize(const Quantize& arguments, int64_t begin, int64_t end);
+
+}  // namespace cpu
+
+namespace cuda {
+
+/// Runs on the current device, queued on `stream`. Requires compute capability 8.9.
+TORCHKILN_EXPORT Status quantize(const Quantize& arguments, CUstream_st* stream);
+
+/// Whether torch's product of matrices with these scales runs on the current device, whose compute
+/// capability must be 9.0.
+TORCHKILN_EXPORT bool has_block_products();
+
+}  // namespace cuda
+}  // namespace torchkiln

@@ -1,0 +1,92 @@
+"""The linear layer in float8_e4m3fn."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from torchkiln.ops.quantize import Quantized, QuantizedWeight, linear_fp8, quantize_weight
+
+
+class Steps:
+    """The number of steps that all optimizers of the process have made since the first use.
+
+    Some optimizers and wrappers write to a parameter without changing its version: through
+    ``.data``, or FSDP into gathered parameters. Their writes follow a step.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.is_counting = False
+
+    def seen(self) -> int:
+        """The count. The first call begins to count."""
+        if not self.is_counting:
+            self.is_counting = True
+            register_optimizer_step_post_hook(self.add)
+        return self.count
+
+    def add(self, *_: Any) -> None:
+        """Count a step."""
+        self.count += 1
+
+
+STEPS = Steps()
+
+
+class WeightCache:
+    """A weight in float8_e4m3fn, quantised again where the weight may have changed."""
+
+    def __init__(self) -> None:
+        self.key: tuple[object, ...] = ()
+        self.value: QuantizedWeight | None = None
+
+    def of(self, weight: Tensor) -> QuantizedWeight | None:
+        """The quantised weight; None where the op must quantise it in every call.
+
+        That is in a graph of ``torch.compile`` or of CUDA, which would keep old values, and for
+        tensors without a version.
+        """
+        if is_compiling() or weight.is_inference() or type(weight) is not nn.Parameter:
+            return None
+        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        key = (weight._version, weight.data_ptr(), weight.dtype, weight.shape, STEPS.seen())
+        if key != self.key:
+            self.value = None  # freed before the new one is made
+            self.value, self.key = quantize_weight(weight), key
+        return self.value
+
+
+class LinearFP8(nn.Linear):
+    """``x @ weight.T + bias`` as products in float8_e4m3fn, forward and backward.
+
+    A :class:`torch.nn.Linear`, with its parameters, initial values and ``state_dict``. The
+    parameters stay in their dtype. The weight is quantised once per version, not once per call:
+    after in-place changes, steps of optimizers, ``load_state_dict`` and moves to a device. Other
+    writes through ``weight.data`` are not noticed.
+
+    Args:
+        in_features: size of the last dimension of the input.
+        out_features: size of the last dimension of the output.
+        bias: whether the layer has a bias.
+        device: of the parameters.
+        dtype: of the parameters: float32, float16 or bfloat16.
+
+    Shape:
+        input ``[..., in_features]``, a tensor or the result of :func:`torchkiln.quantize`; output
+        ``[..., out_features]``.
+    """
+
+    def forward(self, input: Tensor | Quantized) -> Tensor:
+        """Applies the op to ``input``."""
+        cache = self.__dict__.get("_cache")
+        if cache is None:
+            cache = self.__dict__["_cache"] = WeightCache()
+        return linear_fp8(input, self.weight, self.bias, quantized=cache.of(self.weight))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles hold the parameters only."""
+        return {name: value for name, value in self.__dict__.items() if name != "_cache"}
