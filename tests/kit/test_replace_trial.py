@@ -11,10 +11,34 @@ import torch
 from torch import Tensor, nn
 
 import torchkiln
+from torchkiln.patch import trial
 from torchkiln.patch.trial import MODEL_SLOWER, SLOWER, Trial
 
 PAUSE = 0.005
 """Seconds: much longer than all other work of a call."""
+
+
+class Clock:
+    """Time that passes in pauses, whatever else the machine does, and a little in between."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1e-3
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+CLOCK = Clock()
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of trials."""
+    monkeypatch.setattr(trial, "time", CLOCK)
 
 
 class Waits(torch.autograd.Function):
@@ -22,7 +46,7 @@ class Waits(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, at: str) -> Tensor:
-        time.sleep(PAUSE * (at == "forward"))
+        CLOCK.sleep(PAUSE * (at == "forward"))
         return 2 * x
 
     @staticmethod
@@ -31,7 +55,7 @@ class Waits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        time.sleep(2 * PAUSE * (ctx.at == "backward"))
+        CLOCK.sleep(2 * PAUSE * (ctx.at == "backward"))
         return 2 * grad, None
 
 
@@ -77,6 +101,13 @@ def register() -> Iterator[Callable[[type[nn.Module], str], None]]:
     yield add
     for cls in classes:
         torchkiln.replace.unregister(cls)
+
+
+def test_seconds_are_those_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by the true clock, where others may delay a call."""
+    assert trial.seconds(CPU, lambda: CLOCK.sleep(PAUSE), 4) == pytest.approx(PAUSE, rel=0.1)
+    monkeypatch.setattr(trial, "time", time)
+    assert trial.seconds(CPU, lambda: time.sleep(PAUSE), 2) >= PAUSE
 
 
 def test_a_slower_forward_is_left_out(register: Callable[[type[nn.Module], str], None]) -> None:
