@@ -133,7 +133,8 @@ def test_the_access_types_are_in_the_sources() -> None:
     assert "torchkiln::cuda::norm_rows" in known
     assert {f"torchkiln::{access.name}" for access in ACCESSES} <= known
     assert "torchkiln::rowwise::RowTile" in known  # ITEMS
-    text = "".join(file.read_text(encoding="utf-8") for file in CUDA.rglob("*.cuh"))
+    headers = (*CUDA.rglob("*.cuh"), *CUDA.rglob("*.h"))
+    text = "".join(file.read_text(encoding="utf-8") for file in headers)
     for name, values in ENUMERATORS.items():
         assert f"enum class {name} {{ {', '.join(values)} }};" in text
 
