@@ -37,6 +37,19 @@ void check_prepared(const Call& call) {
               "torchkiln.", kLinear, ": quantized: got ", dtype_name(data->scalar_type()), " ",
               data->sym_sizes(), ", expected float8_e4m3fn ", weight.sym_sizes(),
               ", the shape of weight");
+  const c10::SymInt n = weight.sym_size(0), k = weight.sym_size(1);
+  const c10::SymInt squares_n = (n + 127) / 128, squares_k = (k + 127) / 128;
+  const auto check = [&](const MaybeTensor& part, at::ScalarType dtype, const c10::SymInt& rows,
+                         const c10::SymInt& columns) {
+    const bool fits = part->scalar_type() == dtype && part->dim() == 2 &&
+                      part->sym_size(0) == rows && part->sym_size(1) == columns;
+    TORCH_CHECK(fits, "torchkiln.", kLinear, ": quantized: got ", dtype_name(part->scalar_type()),
+                " ", part->sym_sizes(), ", expected ", dtype_name(dtype), " [", rows, ", ", columns,
+                "], from torchkiln.quantize_weight(weight)");
+  };
+  check(call.weight_scale, at::kFloat, squares_n, squares_k);
+  check(call.weight_transposed, kFp8, k, n);
+  check(call.weight_transposed_scale, at::kFloat, squares_k, squares_n);
 }
 
 /// The shape of the result.

@@ -2,6 +2,7 @@
 // exact values of both tensors multiplied in float32, on a CPU.
 
 #include <ATen/BlasBackend.h>
+#include <ATen/detail/CUDAHooksInterface.h>
 
 #include "quantize/quantize.h"
 #include "torchkiln/kernels/quantize.h"
@@ -40,12 +41,14 @@ Tensor square_scales(const Tensor& scale) {
                            scale.storage_offset() + scale.size(0) * all <=
                                static_cast<int64_t>(scale.storage().nbytes() / sizeof(float));
   if (is_laid_out) return scale.as_strided(shape, strides);
-  return at::constant_pad_nd(scale, {0, all - blocks}).as_strided(shape, strides);
+  return at::constant_pad_nd(scale.contiguous(), {0, all - blocks}).as_strided(shape, strides);
 }
 
 bool has_product([[maybe_unused]] const Tensor& where) {
   bool found = false;
 #ifdef TORCHKILN_WITH_CUDA
+  constexpr int64_t kFirstWithBlocks = 12090;  // CUDA 12.9
+  if (at::detail::getCUDAHooks().versionCUDART() < kFirstWithBlocks) return false;
   torch_cuda().on_stream(where.device(), [&](CUstream_st*) { found = cuda::has_block_products(); });
 #endif
   return found;
@@ -56,8 +59,9 @@ Tensor on_gpu(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Ten
               bool square, const MaybeTensor& bias, at::ScalarType dtype) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       has_product(a), "torchkiln.", kLinear, ": x: got ", a.device(),
-      ", expected a GPU of compute capability 9.0: torch multiplies float8_e4m3fn with a scale for "
-      "each 128 elements on no other; use torchkiln.linear");
+      ", expected a GPU of compute capability 9.0 and a torch with CUDA 12.9 or later: torch "
+      "multiplies float8_e4m3fn with a scale for each 128 elements on no other; use "
+      "torchkiln.linear");
   using at::blas::ScalingType;
   const auto recipe = [](ScalingType type) { return static_cast<int64_t>(type); };
   const int64_t rows = whole_steps(a.size(0)), columns = whole_steps(b.size(0));

@@ -8,16 +8,6 @@
 namespace torchkiln::cuda {
 namespace {
 
-/// The compute capability of the current device: 89 for 8.9.
-int capability() {
-  int device = 0, major = 0, minor = 0;
-  const bool known =
-      cudaGetDevice(&device) == cudaSuccess &&
-      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess;
-  return known ? 10 * major + minor : 0;
-}
-
 /// Whether each lane of a patch accesses whole vectors of 8 elements of x and of `data`, and of 16
 /// elements of `transposed`.
 bool in_vectors(const Quantize& p) {
@@ -33,19 +23,18 @@ bool in_vectors(const Quantize& p) {
 
 Status quantize(const Quantize& p, CUstream_st* stream) {
   if (p.rows == 0 || p.columns == 0) return {};
-  constexpr int kFirstWithFp8 = 89;
-  if (capability() < kFirstWithFp8)
-    return {
-        "got a GPU of a compute capability below 8.9, expected 8.9 or later, whose "
-        "instructions convert to float8_e4m3fn"};
   const bool aligned = in_vectors(p);
   return p.transposed == nullptr ? fp8::launch_rows(p, aligned, stream)
                                  : fp8::launch_tiles(p, aligned, stream);
 }
 
 bool has_block_products() {
-  constexpr int kHopper = 90;
-  return capability() == kHopper;
+  int device = 0, major = 0, minor = 0;
+  const bool known =
+      cudaGetDevice(&device) == cudaSuccess &&
+      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess;
+  return known && major == 9 && minor == 0;
 }
 
 }  // namespace torchkiln::cuda

@@ -49,7 +49,7 @@ TORCHKILN_EXPORT Status quantize(const Quantize& arguments, int64_t begin, int64
 
 namespace cuda {
 
-/// Runs on the current device, queued on `stream`. Requires compute capability 8.9.
+/// Runs on the current device, queued on `stream`.
 TORCHKILN_EXPORT Status quantize(const Quantize& arguments, CUstream_st* stream);
 
 /// Whether torch's product of matrices with these scales runs on the current device, whose compute
