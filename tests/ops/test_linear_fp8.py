@@ -258,6 +258,7 @@ def test_weight_is_quantised_once_per_version(
         return quantize_weight(weight)
 
     monkeypatch.setattr("torchkiln.nn.quantize.quantize_weight", counted)
+    monkeypatch.setattr("torchkiln.nn.quantize.has_fsdp", lambda: False)
     found, x = layer(256, 128), torch.randn(16, 256)
     for _ in range(3):  # micro-batches
         found(x).sum().backward()
@@ -265,6 +266,41 @@ def test_weight_is_quantised_once_per_version(
     change(found.weight)
     assert torch.equal(found(x), linear_fp8(x, found.weight, found.bias))
     assert count == 2
+
+
+def test_another_weight_is_quantised() -> None:
+    """A new parameter has the version of the one before, and often its memory."""
+    found, x = layer(256, 128), torch.randn(16, 256)
+    for _ in range(8):
+        found.weight = None  # type: ignore[assignment]
+        found.weight = nn.Parameter(torch.randn(128, 256))
+        assert torch.equal(found(x), linear_fp8(x, found.weight, found.bias))
+
+
+def test_parts_of_another_weight_are_refused() -> None:
+    weight, other = torch.randn(128, 256), quantize_weight(torch.randn(128, 384))
+    own = quantize_weight(weight)
+    for name in ("scale", "transposed", "transposed_scale"):
+        mixed = own._replace(**{name: getattr(other, name)})
+        with pytest.raises(RuntimeError, match=r"quantized: got .*, expected"):
+            linear_fp8(torch.randn(4, 256), weight, quantized=mixed)
+
+
+def test_training_after_inference_mode() -> None:
+    found, x = layer(256, 128), torch.randn(16, 256, requires_grad=True)
+    with torch.inference_mode():
+        found(x)
+    found(x).sum().backward()
+    assert x.grad is not None
+
+
+def test_writes_of_fsdp_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 gathers into the memory of a parameter, and its version stays."""
+    found, x = layer(256, 128), torch.randn(16, 256)
+    found(x)
+    monkeypatch.setattr("torchkiln.nn.quantize.has_fsdp", lambda: True)
+    found.weight.data.neg_()
+    assert torch.equal(found(x), linear_fp8(x, found.weight, found.bias))
 
 
 def test_compiled_sees_new_weights() -> None:

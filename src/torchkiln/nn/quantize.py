@@ -1,5 +1,6 @@
 """The linear layer in float8_e4m3fn."""
 
+import sys
 from typing import Any
 
 import torch
@@ -7,14 +8,14 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from torchkiln import _C
 from torchkiln.ops.quantize import Quantized, QuantizedWeight, linear_fp8, quantize_weight
 
 
 class Steps:
     """The number of steps that all optimizers of the process have made since the first use.
 
-    Some optimizers and wrappers write to a parameter without changing its version: through
-    ``.data``, or FSDP into gathered parameters. Their writes follow a step.
+    Some optimizers write to a parameter through ``.data``, which does not change its version.
     """
 
     def __init__(self) -> None:
@@ -36,27 +37,49 @@ class Steps:
 STEPS = Steps()
 
 
+def has_fsdp() -> bool:
+    """Whether a module of the process has a state of FSDP2.
+
+    It gathers new values into a weight without a change of its version, often in the same memory.
+    """
+    states = sys.modules.get("torch.distributed._composable_state")
+    return bool(getattr(states, "_module_state_mapping", None))
+
+
 class WeightCache:
     """A weight in float8_e4m3fn, quantised again where the weight may have changed."""
 
     def __init__(self) -> None:
-        self.key: tuple[object, ...] = ()
+        self.watch: _C.Watch | None = None
+        self.steps = 0
         self.value: QuantizedWeight | None = None
+        self.stream: torch.cuda.Stream | None = None
 
     def of(self, weight: Tensor) -> QuantizedWeight | None:
         """The quantised weight; None where the op must quantise it in every call.
 
-        That is in a graph of ``torch.compile`` or of CUDA, which would keep old values, and for
-        tensors without a version.
+        That is in a graph of ``torch.compile`` or of CUDA, which would keep old values, for tensors
+        without a version, and under FSDP2.
         """
         if is_compiling() or weight.is_inference() or type(weight) is not nn.Parameter:
             return None
+        if has_fsdp():
+            self.value = None
+            return None
         if weight.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
-        key = (weight._version, weight.data_ptr(), weight.dtype, weight.shape, STEPS.seen())
-        if key != self.key:
+        stream = torch.cuda.current_stream(weight.device) if weight.is_cuda else None
+        is_current = self.watch is not None and self.watch.is_current((weight,))
+        if self.value is None or not is_current or self.steps != STEPS.seen():
             self.value = None  # freed before the new one is made
-            self.value, self.key = quantize_weight(weight), key
+            with torch.inference_mode(mode=False), torch.no_grad():
+                self.value = quantize_weight(weight)
+            self.watch, self.steps, self.stream = _C.Watch((weight,)), STEPS.seen(), stream
+            if stream is not None:  # calls on other streams read it, too
+                stream.synchronize()
+        elif stream is not None and stream != self.stream:
+            for tensor in self.value:
+                tensor.record_stream(stream)
         return self.value
 
 
@@ -66,7 +89,7 @@ class LinearFP8(nn.Linear):
     A :class:`torch.nn.Linear`, with its parameters, initial values and ``state_dict``. The
     parameters stay in their dtype. The weight is quantised once per version, not once per call:
     after in-place changes, steps of optimizers, ``load_state_dict`` and moves to a device. Other
-    writes through ``weight.data`` are not noticed.
+    writes through ``weight.data`` are not noticed. Under FSDP2 it is quantised in every call.
 
     Args:
         in_features: size of the last dimension of the input.

@@ -49,7 +49,7 @@ def quantize(x: Tensor) -> Quantized:
     and do not change the scale. CPU and GPU give the same bits.
 
     Args:
-        x: ``[..., k]``; float32, float16 or bfloat16. On a GPU, compute capability 8.9 or later.
+        x: ``[..., k]``; float32, float16 or bfloat16.
     """
     data, scale = _quantize(x)
     return Quantized(data, scale, source_of(x))
@@ -113,7 +113,8 @@ def dequantize(x: Quantized | QuantizedWeight, dtype: torch.dtype = torch.float3
 
     Args:
         x: a result of :func:`quantize` or of :func:`quantize_weight`.
-        dtype: float32, float64, float16 or bfloat16. float32 holds every value.
+        dtype: float32, float64, float16 or bfloat16. float32 holds every value but
+            256 * 2^120, to which its largest numbers are rounded.
     """
     return _dequantize(x.data, x.scale, dtype)
 
@@ -143,9 +144,11 @@ def linear_fp8(
 
     Args:
         x: ``[..., k]``; float32, float16 or bfloat16, or quantised: several layers can then share
-            it. The result has the dtype of ``x`` before it was quantised, else of ``weight``.
+            it. The result has the dtype of ``x``. For a quantised one that is known if autograd
+            records it; else the result has the dtype of ``weight``.
         weight: ``[n, k]``; float32, float16 or bfloat16, whatever the dtype of ``x``.
-        bias: ``[n]``; of the dtype of the result, or float32 if that has half precision.
+        bias: ``[n]``; of the dtype of the result, or float32 if that has half precision; a GPU
+            rounds it to the dtype of the result.
         quantized: :func:`quantize_weight` of ``weight``, which forward and backward then use.
     """
     prepared = (None, None, None, None) if quantized is None else quantized
