@@ -78,9 +78,10 @@ def test_shards_give_the_log_probabilities_of_whole_rows(
     rows, classes = 10, cuts[-1]
     whole = (2 * torch.randn(rows, classes, device=device)).to(dtype)
     whole[2, : cuts[1]] = -torch.inf  # a shard without any probability
+    whole[3, : cuts[1]] = torch.finfo(dtype).min / 2  # the same, with finite logits
     whole.requires_grad_()
     target = targets(rows, classes, device)
-    target[2] = classes - 1
+    target[2:4] = classes - 1
     both = torchkiln.logprob(whole, target, temperature=0.7, ignore_index=-1, entropy=True)
     grads = [torch.randn_like(y) for y in both]
     if not entropy:

@@ -137,6 +137,34 @@ def test_second_derivatives(device: torch.device) -> None:
     assert torch.autograd.gradgradcheck(layer, (x, weight, bias))
 
 
+def test_the_empty_entropy_takes_a_gradient(device: torch.device) -> None:
+    logits = torch.randn(3, 5, device=device, requires_grad=True)
+    x, weight = (torch.randn(n, 4, device=device, requires_grad=True) for n in (3, 5))
+    target = torch.tensor([0, 4, 2], device=device)
+    for inputs, (logp, empty) in (
+        ([logits], torch.ops.torchkiln.logprob(logits, target)),
+        ([x, weight], torch.ops.torchkiln.linear_logprob(x, weight, target)),
+    ):
+        expected = torch.autograd.grad(logp.sum(), inputs, retain_graph=True)
+        found = torch.autograd.grad(logp.sum() + empty.sum(), inputs)
+        assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, 1e-40, 1e300, torch.inf, torch.nan])
+def test_a_temperature_without_a_reciprocal_is_refused(temperature: float) -> None:
+    with pytest.raises(ValueError, match=r"temperature: got .*, expected a finite number"):
+        torchkiln.logprob(torch.zeros(2, 5), torch.zeros(2).long(), temperature=temperature)
+
+
+def test_a_state_of_another_dtype_is_refused() -> None:
+    logits, target = torch.randn(3, 5, dtype=torch.float64), torch.zeros(3).long()
+    _, entropy, state = torch.ops.torchkiln._logprob_forward(logits, target, 1.0, -100, True)
+    grad = torch.ones_like(entropy)
+    for kept, name in (((entropy, state.float()), "state"), ((entropy.float(), state), "entropy")):
+        with pytest.raises(RuntimeError, match=f"{name}: got float32 .*, expected contiguous"):
+            torch.ops.torchkiln._logprob_backward(logits, target, grad, grad, *kept, 1.0, -100)
+
+
 def test_a_class_out_of_range_is_refused() -> None:
     logits, target = torch.randn(2, 4), torch.tensor([1, 4])
     words = "target: got 4, expected one of 4 classes, 0 to 3, or ignore_index, -100"

@@ -116,9 +116,8 @@ struct Backward {
 
   static Three outputs(const Arguments& call, const Wanted& wanted) {
     check(kName, call);
-    check_logprob_grads(kName, call.target, call.state, call.grad, call.grad_entropy);
-    if (call.grad_entropy)
-      check_same_shape(kName, "entropies", call.entropies, "grad_entropy", *call.grad_entropy);
+    check_logprob_grads(kName, call.layer.x.scalar_type(), call.target, call.entropies, call.state,
+                        call.grad, call.grad_entropy);
     return empty_gradients(call.layer, wanted);
   }
   static Three meta(const Arguments& call) { return outputs(call, call.wanted); }
@@ -208,7 +207,7 @@ struct Op {
                     }
                     put(parameters);
                     given.grad = maybe(in[0]);
-                    given.grad_entropy = maybe(in[1]);
+                    if (numbers.entropy) given.grad_entropy = maybe(in[1]);
                     given.entropies = entropy;
                     given.state = state;
                     given.wanted = {in.wants(0), in.wants(1), in.wants(2)};

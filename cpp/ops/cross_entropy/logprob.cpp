@@ -1,5 +1,5 @@
 // logprob(): the logarithm of the probability that a row of logits gives to a class, and the
-// entropy of the row. Forward reads the logits once and keeps two numbers per row; backward reads
+// entropy of the row. Forward reads the logits once and keeps three numbers per row; backward reads
 // them again and writes their gradient, for any incoming gradient of both results. The kernels are
 // those of cross_entropy().
 
@@ -72,9 +72,8 @@ struct Backward {
 
   static Tensor meta(const Tensor& logits, const Tensor& target, const BackwardOptions& given) {
     check(kName, logits, target, {given.temperature, given.ignore_index});
-    check_logprob_grads(kName, target, given.state, given.grad, given.grad_entropy);
-    if (given.grad_entropy)
-      check_same_shape(kName, "entropy", given.entropy, "grad_entropy", *given.grad_entropy);
+    check_logprob_grads(kName, logits.scalar_type(), target, given.entropy, given.state, given.grad,
+                        given.grad_entropy);
     return empty_contiguous(logits);
   }
   static Tensor kernel(const Tensor& logits, const Tensor& target, const BackwardOptions& given) {
@@ -113,19 +112,20 @@ struct Op {
   static Two recorded(const Below& below, const Tensor& logits, const Tensor& target,
                       const LogprobOptions& options) {
     const auto [logp, entropy, state] = below.call<Forward>(logits, target, options);
-    return record(kName, {logits}, Two{logp, entropy}, keep(logits, target, entropy, state),
-                  [options](const Incoming& in, const Kept<4>& kept) {
-                    const auto& [logits, target, entropy, state] = kept;
-                    if (in.needs_composite()) {
-                      return composite_gradients(in, std::array{logits}, [&](const auto& inputs) {
-                        return composite(inputs[0], target, options);
-                      });
-                    }
-                    return variable_list{call_below<Backward>(
-                        logits, target,
-                        BackwardOptions{maybe(in[0]), maybe(in[1]), entropy, state,
-                                        options.temperature, options.ignore_index})};
-                  });
+    return record(
+        kName, {logits}, Two{logp, entropy}, keep(logits, target, entropy, state),
+        [options](const Incoming& in, const Kept<4>& kept) {
+          const auto& [logits, target, entropy, state] = kept;
+          if (in.needs_composite()) {
+            return composite_gradients(in, std::array{logits}, [&](const auto& inputs) {
+              return composite(inputs[0], target, options);
+            });
+          }
+          return variable_list{call_below<Backward>(
+              logits, target,
+              BackwardOptions{maybe(in[0]), options.entropy ? maybe(in[1]) : std::nullopt, entropy,
+                              state, options.temperature, options.ignore_index})};
+        });
   }
 };
 

@@ -40,7 +40,17 @@ struct LogprobGrads {
   }
 };
 
-inline void check_logprob_grads(const char* op, const at::Tensor& target, const at::Tensor& state,
+/// Checks a tensor that forward made, which kernels read as contiguous numbers of their type.
+inline void check_kept(const char* op, const char* name, const at::Tensor& kept,
+                       at::ScalarType dtype) {
+  TORCH_CHECK(kept.scalar_type() == dtype && kept.is_contiguous(), "torchkiln.", op, ": ", name,
+              ": got ", dtype_name(kept.scalar_type()), " ", kept.sym_sizes(),
+              ", expected contiguous ", dtype_name(dtype), ", from the forward op");
+}
+
+/// Checks gradients, and what forward kept for logits of this dtype.
+inline void check_logprob_grads(const char* op, at::ScalarType logits, const at::Tensor& target,
+                                const at::Tensor& entropy, const at::Tensor& state,
                                 const MaybeTensor& grad, const MaybeTensor& grad_entropy) {
   const auto check = [&](const char* name, const MaybeTensor& given) {
     if (!given) return;
@@ -51,6 +61,10 @@ inline void check_logprob_grads(const char* op, const at::Tensor& target, const 
   check("grad", grad);
   check("grad_entropy", grad_entropy);
   check_vector(op, "state", state, target.sym_numel() * 3, "the numbers of each row");
+  check_kept(op, "state", state, compute_dtype(logits));
+  if (!grad_entropy) return;
+  check_same_shape(op, "entropy", entropy, "grad_entropy", *grad_entropy);
+  check_kept(op, "entropy", entropy, compute_dtype(logits));
 }
 
 /// Both results with torch's own ops, from logits [rows, classes] divided by the temperature, for

@@ -62,9 +62,11 @@ def join(parts: Tensor, ignored: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     factor = distance.exp()
     total = (parts[:, SUM] * factor).sum(0)
     log_sum = total.log()
-    logp = (parts[:, HAS] * (parts[:, OWN] + distance)).sum(0) - log_sum
+    own = torch.where(parts[:, HAS] > 0, parts[:, OWN] + distance, 0)
+    logp = own.sum(0) - log_sum
     entropy = torch.zeros_like(logp)
     if parts.shape[1] > MOMENT:
+        distance = distance.masked_fill(factor == 0, 0)  # else infinity * 0
         moment = (factor * (parts[:, MOMENT] + distance * parts[:, SUM])).sum(0)
         entropy = (log_sum - moment / total).masked_fill(ignored, 0)
     log_sum_exp = maximum + log_sum
