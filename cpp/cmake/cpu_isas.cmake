@@ -18,6 +18,11 @@ endif()
 
 # The widest of these instruction sets that this processor has.
 function(torchkiln_native_isa result)
+  list(LENGTH torchkiln_isas count)
+  if(count EQUAL 1 OR CMAKE_CROSSCOMPILING)
+    set(${result} ${torchkiln_isas} PARENT_SCOPE)
+    return()
+  endif()
   execute_process(
     COMMAND "${CMAKE_CXX_COMPILER}" -march=native -dM -E -x c++ /dev/null
     OUTPUT_VARIABLE macros

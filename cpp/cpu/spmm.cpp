@@ -153,7 +153,7 @@ TORCHKILN_CPU_ENTRY(sampled_product, (const SampledProduct& p, int64_t begin, in
 
 namespace {
 
-// Integer code, which has no vectorised variants.
+// Integer code, which is compiled for one instruction set.
 
 /// Counts the entries of each column, then distributes the entries in the order of the rows.
 template <class Index>

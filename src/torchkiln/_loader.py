@@ -16,12 +16,15 @@ import shlex
 import struct
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 RECORD = "_build_info.json"
 KEYS = ("version", "python", "platform", "cuda", "cuda_architectures", "cuda_ptx", "torches")
+INSTRUCTIONS = {"avx2": {"avx2", "fma", "f16c", "bmi2"}}
+INSTRUCTIONS["avx512"] = {*INSTRUCTIONS["avx2"], "avx512f", "avx512bw", "avx512vl", "avx512dq"}
+"""What the kernels of an instruction set need, by the names in /proc/cpuinfo."""
 KEYS_OF_TORCH = ("version", "cuda", "folder")
 ELF = struct.Struct("<32xQ16xH6x")
 """Offset and number of the segment headers, in the header of a 64-bit library."""
@@ -178,9 +181,25 @@ def check(folder: Path) -> dict[str, Any]:
             + f"  {rebuild()}     to build it for what is here, or\n"
             f"  {PYTHON} -m torchkiln_command doctor     to see everything that has to be repaired"
         )
+    if missing := missing_instructions(record.get("cpu_instructions", [])):
+        raise ImportError(
+            f"torchkiln {record['version']} ({folder}) was built for a processor with"
+            f" {', '.join(sorted(missing))}, which this one lacks. Type\n"
+            f"  {rebuild()}     to build it for this processor"
+        )
     built = built_for(record, torch)
     assert built is not None  # mismatch()
     return record | {"torch": built["version"], "torch_cuda": built["cuda"]}
+
+
+def missing_instructions(built: Sequence[str], facts: Path = Path("/proc/cpuinfo")) -> set[str]:
+    """What this processor lacks of a build for one instruction set; its code would crash."""
+    needed = INSTRUCTIONS.get(built[0], set()) if len(built) == 1 else set()
+    if not needed or not facts.is_file():
+        return set()
+    with facts.open(encoding="utf-8") as lines:
+        flags = next((line for line in lines if line.startswith("flags")), None)
+    return needed - set(flags.split()) if flags else set()
 
 
 def require_torch(init_file: str) -> None:

@@ -16,7 +16,7 @@ import torch
 
 import torchkiln
 from torchkiln import extend
-from torchkiln._loader import minor, mismatch, python_version
+from torchkiln._loader import minor, mismatch, missing_instructions, python_version
 from torchkiln.typing import BuildInfo, TorchBuild
 
 # Stands for torch, and ends the process when it is imported.
@@ -68,6 +68,16 @@ def import_with(
     done = run_python("import torchkiln", folder, "-S")
     assert done.returncode == 1, done
     return done.stderr
+
+
+def test_instructions_that_the_processor_lacks(tmp_path: Path) -> None:
+    facts = tmp_path / "cpuinfo"
+    facts.write_text("processor\t: 0\nflags\t\t: fpu avx2 fma f16c bmi2 avx512f\n")
+    lacks = {"avx512bw", "avx512vl", "avx512dq"}
+    assert missing_instructions(["avx512"], facts) == lacks
+    for built in (["baseline"], ["avx2"], ["baseline", "avx2", "avx512"], []):
+        assert not missing_instructions(built, facts)
+    assert not missing_instructions(["avx512"], tmp_path / "none")
 
 
 def test_other_torch(tmp_path: Path) -> None:
