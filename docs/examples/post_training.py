@@ -22,12 +22,12 @@ def token_logp(hidden: Tensor, head: Tensor, tokens: Tensor, mask: Tensor) -> Te
 
 def mean(values: Tensor, mask: Tensor) -> Tensor:
     """The mean over the tokens of each sequence."""
-    return (values * mask).sum(-1) / mask.sum(-1)
+    return (values * mask).sum(-1) / mask.sum(-1).clamp(min=1)
 
 
 def sft(logp: Tensor, mask: Tensor) -> Tensor:
     """Supervised fine-tuning: the mean over all tokens that the mask selects."""
-    return -(logp * mask).sum() / mask.sum()
+    return -(logp * mask).sum() / mask.sum().clamp(min=1)
 
 
 def dpo(

@@ -190,6 +190,12 @@ def test_a_recipe_is_short(name: str, recipes: ModuleType) -> None:
     assert 0 < len(body.strip().splitlines()) <= MOST_LINES
 
 
+def test_a_sequence_without_counted_tokens_is_no_nan(recipes: ModuleType) -> None:
+    logp, mask = torch.randn(2, 4, requires_grad=True), torch.tensor([[0, 0, 0, 0], [0, 1, 1, 0]])
+    assert torch.equal(recipes.mean(logp, mask)[0].detach(), torch.tensor(0.0))
+    assert torch.equal(recipes.sft(logp, torch.zeros(2, 4)).detach(), torch.tensor(0.0))
+
+
 def test_grpo_raises_the_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(FOLDER)
     threads = torch.get_num_threads()
