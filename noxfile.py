@@ -83,7 +83,7 @@ def build_wheel(session: nox.Session, *options: str, env: dict[str, str] | None 
     return built.resolve()
 
 
-def install(session: nox.Session, *groups: str) -> Path:
+def install(session: nox.Session, *groups: str, env: dict[str, str] | None = None) -> Path:
     """Installs torch, dependency groups, and torchkiln from the given wheel or from the sources."""
     wheels = given_wheels(session)
     if wheels:
@@ -91,7 +91,7 @@ def install(session: nox.Session, *groups: str) -> Path:
     else:
         install_torch(session)
         session.install(*group(*groups))
-        wheels = [build_wheel(session)]
+        wheels = [build_wheel(session, env=env)]
     session.install("--no-deps", "--force-reinstall", str(wheels[0]))
     return wheels[0]
 
@@ -139,7 +139,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """The test suite on all CPU cores; `-- --full` runs every combination of the contract."""
-    install(session, "build", "test")
+    install(session, "build", "test", env=ANY_CPU)
     session.run("pytest", "-q", "-n", "auto", *arguments(session), env={"OMP_NUM_THREADS": "1"})
 
 
@@ -288,7 +288,9 @@ def abi(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def release_check(session: nox.Session) -> None:
-    """Whether the sources, and the wheels named after `--`, can be released as they are."""
+    """Whether the sources, and the wheel named after `--`, can be released as they are."""
+    if len(given_wheels(session)) != 1:
+        session.error("name the wheel: nox -s release_check -- dist/torchkiln-....whl")
     install(session, "test")
     facts = "facts_of_the_readme or pages_are_up_to_date"
     session.run("pytest", "-q", "tests/kit/test_figures.py", "-k", facts)

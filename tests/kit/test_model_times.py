@@ -14,6 +14,7 @@ import pytest
 import torch
 from timed_models import MODELS, loss_of
 from timed_steps import MEASURES, Loss, Skip, gradients
+from torch._dynamo.utils import counters
 
 pytest.importorskip("transformers")
 
@@ -35,7 +36,9 @@ def test_models_run(name: str) -> None:
 
 
 def test_own_blocks_compile_as_one_graph() -> None:
+    counters.clear()
     (row,) = measured("models", model="blocks", column="compile")
+    assert counters["stats"]["unique_graphs"] == 1
     (eager,) = measured("models", model="blocks", column="eager")
     assert row["loss"] == pytest.approx(eager["loss"], rel=1e-2)
     stages = row["compiling"]

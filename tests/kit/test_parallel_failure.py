@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
-TIMEOUT = 30.0
+TIMEOUTS = {"cpu": 300.0, "cuda": 30.0}
 """Seconds after which NCCL gives up; gloo sees at once that a connection is closed."""
 
 TRAIN = f"""
@@ -62,12 +61,12 @@ def test_the_others_end_with_an_error_and_the_checkpoint_loads(
 ) -> None:
     folder = f"FOLDER = {str(tmp_path / 'checkpoint')!r}\n"
     size = processes_on(device, 2)
-    start = time.monotonic()
-    *others, last = outcomes(folder + TRAIN + DIE, device, size, tmp_path, timeout=TIMEOUT)
+    timeout = TIMEOUTS[device.type]
+    *others, last = outcomes(folder + TRAIN + DIE, device, size, tmp_path, timeout=timeout)
     assert last.returncode == -signal.SIGKILL, last.stderr[-3000:]
     for other in others:
         assert other.returncode != 0
-        assert "Error" in other.stderr, other.stderr[-3000:]
-    assert time.monotonic() - start < TIMEOUT + 200  # imports and compilation on a busy machine
+        words = "Connection closed by peer" if device.type == "cpu" else "DistBackendError"
+        assert words in other.stderr, other.stderr[-3000:]
     (tmp_path / "alone").mkdir()
     run_processes(folder + TRAIN + CONTINUE, torch.device("cpu"), 1, tmp_path / "alone")

@@ -8,6 +8,7 @@ import os
 import select
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -49,8 +50,7 @@ class Browser:
         self._count = 0
         self._events: list[dict[str, Any]] = []
         self._session = ""
-        targets = self.call("Target.getTargets")["targetInfos"]
-        (target,) = (one["targetId"] for one in targets if one["type"] == "page")
+        target = self._page()
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
@@ -98,6 +98,16 @@ class Browser:
                 result: dict[str, Any] = found["result"]
                 return result
             self._events.append(found)
+
+    def _page(self) -> str:
+        """The page that Chromium opens, which may take a while after the start."""
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
+            for one in self.call("Target.getTargets")["targetInfos"]:
+                if one["type"] == "page":
+                    return str(one["targetId"])
+            time.sleep(0.1)
+        raise TimeoutError(f"Chromium opened no page within {PATIENCE} s")
 
     def wait_for(self, event: str) -> dict[str, Any]:
         """The next event of this name."""
