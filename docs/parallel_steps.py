@@ -15,6 +15,7 @@ before the steps, both of the slowest or largest process. --tiny is for a test o
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -56,6 +57,8 @@ def llama(given: argparse.Namespace, device: torch.device, column: Row) -> Step:
         model = WithLoss(sizes, column["modules"]).to(getattr(torch, given.dtype))
     step = prepared(model, mesh, column["engine"])
     total = sizes.sequences * (count if given.scaling == "weak" else 1)
+    if total % shape[0]:
+        raise SystemExit(f"got {total} sequences for {shape[0]} processes, expected a multiple")
     drawn = torch.Generator().manual_seed(1)
     whole = torch.randint(sizes.vocabulary, (total, sizes.length + 1), generator=drawn)
     mine = whole.chunk(shape[0])[mesh["data"].get_local_rank()].to(device)
@@ -189,6 +192,7 @@ def main(words: list[str]) -> None:
                 if given.out:
                     with given.out.open("a", encoding="utf-8") as file:
                         file.write(f"{line}\n")
+            gc.collect()  # models of an engine are in cycles
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     dist.barrier()

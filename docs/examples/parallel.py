@@ -178,6 +178,8 @@ def train(options: argparse.Namespace, report: Callable[[int, float], None]) -> 
         torch.cuda.set_device(device)
     size = dist.get_world_size()
     tensor = min(options.tensor_parallel, size)
+    if size % tensor or Sizes.sequences % (size // tensor):
+        raise SystemExit(f"got {size} processes, expected {tensor} times a divisor of 8")
     names = ("data", "tensor")
     mesh = init_device_mesh(device.type, (size // tensor, tensor), mesh_dim_names=names)
     torch.manual_seed(0)  # equal weights everywhere
