@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 import torchkiln
 from torchkiln.jit.compile import toolkit
 from torchkiln.ops import _folding
+
+import_module("setuptools")  # torch.compile imports it deep in its calls, where that can fail
 
 pytest_plugins = ["torchkiln.testing.plugin"]
 collect_ignore = ["foreign_package"]  # a project with its own root and plug-ins

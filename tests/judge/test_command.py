@@ -72,7 +72,10 @@ def test_json_alone_on_standard_output(capsys: pytest.CaptureFixture[str]) -> No
         ([], "got both or none of CANDIDATE and --folder, expected one"),
         (["no_file.py", "other.py"], "no_file.py, expected a file"),
         ([__file__], "got both or none of REFERENCE and --op, expected one"),
-        ([__file__, "--op", "sofmax"], "got 'sofmax', expected one of "),
+        (
+            [__file__, "--op", "sofmax"],
+            "got 'sofmax' (did you mean softmax or log_softmax?), expected one of ",
+        ),
         ([__file__, __file__], "got no Model, expected a file as of KernelBench"),
     ],
 )

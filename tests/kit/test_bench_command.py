@@ -129,7 +129,9 @@ def test_a_run_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     record = bench.run("muladd", **given, direction="backward")
     assert [(row.op, row.direction) for row in record.rows] == [("muladd", "backward")]
     assert set(record.rows[0].times) == {"torchkiln", "eager"}
-    with pytest.raises(ValueError, match=r"torchkiln\.bench: OP: got 'mulad', expected one of"):
+    with pytest.raises(
+        ValueError, match=r"torchkiln\.bench: OP: got 'mulad' \(did you mean muladd\?\)"
+    ):
         bench.run("mulad")
 
     def stop(*_: object) -> bool:

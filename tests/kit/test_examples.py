@@ -150,5 +150,6 @@ def test_several_processes_have_the_losses_of_one(
 
 
 def test_every_example_is_tested() -> None:
-    tested = {"train", "transformer", "resnet", "jit_to_package", "parallel"}
+    here = {"train", "transformer", "resnet", "jit_to_package", "parallel"}
+    tested = here | {"grpo", "post_training"}  # in test_post_training.py
     assert {path.stem for path in FOLDER.glob("*.py")} == tested

@@ -40,7 +40,7 @@ SHOWN = {
     "docs/cpp.md": 1,
     "docs/debugging.md": 6,
     "docs/docker.md": 4,
-    "docs/distributed.md": 1,
+    "docs/distributed.md": 2,
     "docs/examples.md": 6,
     "docs/install.md": 6,
     "docs/models.md": 6,

@@ -17,7 +17,11 @@ from torchkiln.ops.gated import geglu_tanh
 from torchkiln.ops.matmul import matmul
 
 OPS = [name for name in torchkiln.__all__ if hasattr(_C, name)]
-COMPOSED = {"geglu"}  # a Python function that chooses between two ops
+COMPOSED = {
+    "geglu",  # chooses between two ops
+    *("dequantize", "linear_fp8", "transpose_quantized"),  # take the tensors of a named tuple
+}
+"""Python functions with other arguments than the ops that they call."""
 BESIDE = {
     "add": ["alpha"],
     "cross_entropy": ["return_z_loss", "return_accuracy"],

@@ -47,6 +47,8 @@ inline std::string dtype_name(at::ScalarType dtype) {
       return "complex64";
     case at::kComplexDouble:
       return "complex128";
+    case at::kFloat8_e4m3fn:
+      return "float8_e4m3fn";
     default:
       return c10::toString(dtype);
   }
