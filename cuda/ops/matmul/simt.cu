@@ -9,6 +9,8 @@ namespace {
 
 template <class C>
 constexpr int kTileSide = tile_side(sizeof(C));
+template <class C>
+constexpr int kSumsOf = sums_of(sizeof(C));
 
 /// An operand's tile on its way from global to shared memory, through registers: the loads of the
 /// next tile are in flight while the current one is multiplied.
@@ -82,7 +84,7 @@ __global__ void __launch_bounds__(kThreads)
     matmul_kernel(Matmul p, SquareTiles<T> tiles, MatmulResults<T> results) {
   wait_for_previous_kernel();
   using C = Compute<T>;
-  constexpr int kSums = sums_of(sizeof(C));
+  constexpr int kSums = kSumsOf<C>;
   __shared__ typename Operand<T>::Panel tiles_a[2];
   __shared__ typename Operand<T>::Panel tiles_b[2];
   const auto tile = tiles.at(blockIdx.x);

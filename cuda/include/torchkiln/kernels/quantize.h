@@ -1,6 +1,7 @@
 #pragma once
 
 #include "torchkiln/core/dtype.h"
+#include "torchkiln/core/fp8.h"
 
 struct CUstream_st;
 
@@ -32,12 +33,14 @@ struct Quantize {
   float* transposed_scale;  // as `scale`, of the transposed matrix
   int64_t transposed_scale_stride;
 
-  constexpr int64_t row_blocks() const { return (rows + kScaledElements - 1) / kScaledElements; }
-  constexpr int64_t column_blocks() const {
+  TORCHKILN_FP8_INLINE int64_t row_blocks() const {
+    return (rows + kScaledElements - 1) / kScaledElements;
+  }
+  TORCHKILN_FP8_INLINE int64_t column_blocks() const {
     return (columns + kScaledElements - 1) / kScaledElements;
   }
   /// The number of tiles of 128 x 128 elements.
-  constexpr int64_t tiles() const { return row_blocks() * column_blocks(); }
+  TORCHKILN_FP8_INLINE int64_t tiles() const { return row_blocks() * column_blocks(); }
 };
 
 namespace cpu {
