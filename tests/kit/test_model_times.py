@@ -14,7 +14,7 @@ import pytest
 import torch
 from timed_models import MODELS, loss_of
 from timed_steps import MEASURES, Loss, Skip, gradients
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import compilation_time_metrics, counters
 
 pytest.importorskip("transformers")
 
@@ -37,12 +37,13 @@ def test_models_run(name: str) -> None:
 
 def test_own_blocks_compile_as_one_graph() -> None:
     counters.clear()
+    compilation_time_metrics.clear()
     (row,) = measured("models", model="blocks", column="compile")
     assert counters["stats"]["unique_graphs"] == 1
     (eager,) = measured("models", model="blocks", column="eager")
     assert row["loss"] == pytest.approx(eager["loss"], rel=1e-2)
     stages = row["compiling"]
-    assert 0 < stages["_compile.compile_inner"] <= row["start_seconds"]
+    assert 0 < stages["_compile.compile_inner"] <= row["start_seconds"] + 0.01  # rounded
     assert not row["replaced"]
 
 

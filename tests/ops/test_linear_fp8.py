@@ -198,7 +198,7 @@ def test_what_is_refused() -> None:
         linear_fp8(x, weight.double())
     with pytest.raises(RuntimeError, match=r"bias: got shape \[64\], expected \[65\]"):
         linear_fp8(x, weight, bias[:64])
-    with pytest.raises(RuntimeError, match="quantized: got Float8_e4m3fn"):
+    with pytest.raises(RuntimeError, match="quantized: got float8_e4m3fn"):
         linear_fp8(x, weight, quantized=quantize_weight(weight[:64]))
 
 
