@@ -28,7 +28,7 @@ __device__ __forceinline__ float widen(__nv_bfloat16 value) { return __bfloat162
 #if __CUDA_ARCH__ >= 890
 #define TORCHKILN_FP8_CONVERSION __forceinline__
 #else
-#define TORCHKILN_FP8_CONVERSION __noinline__
+#define TORCHKILN_FP8_CONVERSION inline __noinline__
 #endif
 
 /// Converts eight elements to float16, which holds each of them exactly.
