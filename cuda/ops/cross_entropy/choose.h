@@ -92,7 +92,7 @@ struct CrossEntropyBackwardPlan {
   int64_t blocks;
 };
 
-/// What a kernel computes of a row.
+/// The result that a kernel computes for a row.
 ///   target   the loss of a class
 ///   spread   the loss of a q that is not 0 outside of the target class
 ///   logprob  the logarithm of a class's probability, and the entropy

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from torchkiln.ops._traced import name_of
 
@@ -120,6 +119,9 @@ def is_chosen(op: str, x: Tensor, columns: Any, *, unmeasured: bool) -> bool:
     ``unmeasured`` is the answer for ops, dtypes and devices without times: whether the op is used
     there. Dynamo runs this function.
     """
+    # At the top of the file, it would make import torchkiln import sympy, in half a second.
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # noqa: PLC0415
+
     for end, is_ours in limits(op, x.dtype, x.device.type):
         if guard_or_false(columns <= end):  # false for a size that depends on data
             return is_ours

@@ -27,7 +27,7 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 /// Properties of a GPU that launch plans depend on.
 struct Device {
   int multiprocessors = 1;
-  // Of the compute capability. Code with the suffix "a" runs on one of them alone.
+  // Major number of the compute capability. Code for 9.0a runs on 9.0 alone.
   int capability_major = 0;
   // Whether tensor cores multiply half precision, and copies to shared memory are asynchronous; and
   // whether launches may overlap and blocks may form clusters. Decided by the compiled code, not by
