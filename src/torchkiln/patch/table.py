@@ -88,7 +88,6 @@ def given_table() -> Path | None:
     return Path(path) if path else None
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def limits(op: str, dtype: torch.dtype, device: str) -> tuple[tuple[float, bool], ...]:
     """Up to which length of rows an op is chosen, or not: for each measured length one limit.
 
@@ -102,6 +101,10 @@ def limits(op: str, dtype: torch.dtype, device: str) -> tuple[tuple[float, bool]
     between = [math.sqrt((a.columns + 1) * (b.columns + 1)) - 1 for a, b in pairwise(rows)]
     ends = [*map(math.floor, between), math.inf]
     return tuple((end, row.is_ours) for end, row in zip(ends, rows, strict=False))
+
+
+# As torch.compiler.assume_constant_result does, which imports the compiler: 3 s of the import.
+limits._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def stays(op: str, x: Any = None, *_: Any, dim: int = -1) -> bool:
