@@ -441,8 +441,8 @@ def linear_logprob(
             the mask; indices have neither cost.
         ignore_index: rows with this target have the results 0 and no gradient, but are computed.
         entropy: whether to return ``(log-probability, entropy)``.
-        dtype: the dtype of the logits of a chunk; None for that of the results. The dtype of half-precision ``x`` takes a third of the memory and rounds
-            each logit to it.
+        dtype: the dtype of the logits of a chunk; None for that of the results. The dtype of
+            half-precision ``x`` takes a third of the memory and rounds each logit to it.
 
     Returns:
         Tensors of the shape of ``target``; float32, or float64 for float64 ``x``.
