@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib
+import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from subprocess import run
 from types import ModuleType
 
 import pytest
@@ -70,3 +72,15 @@ def test_no_name_of_a_package_hides_a_module() -> None:
         for child in [module for module in MODULES if module.rpartition(".")[0] == name]:
             value = getattr(package, child.rpartition(".")[2], None)
             assert value is None or isinstance(value, ModuleType), f"{child} is hidden by {value}"
+
+
+def test_no_compiler_is_imported_with_the_package() -> None:
+    """They take seconds of every process; torch.compile imports them where it is used."""
+    code = (
+        "import sys, torch; before = set(sys.modules)\n"
+        "import torchkiln; print(*(set(sys.modules) - before))"
+    )
+    done = run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    imported = set(done.stdout.split())
+    assert "torchkiln" in imported
+    assert not imported & {"torch._dynamo", "torch._inductor", "sympy", "triton", "transformers"}
