@@ -12,7 +12,16 @@ if(CCACHE)
     ${sloppiness}
     ${CCACHE}
   )
-  set(CMAKE_CUDA_COMPILER_LAUNCHER ${CCACHE})
+  # Without this setting ccache compares what nvcc preprocesses for a GPU: a change of code for the host alone would go
+  # unseen. With it, ccache compares the files that are read.
+  set(
+    CMAKE_CUDA_COMPILER_LAUNCHER
+    ${CMAKE_COMMAND}
+    -E
+    env
+    CCACHE_DEPEND=1
+    ${CCACHE}
+  )
 endif()
 
 # The sources of every family below `folder`: <family>.<extension>, or all such files in <family>/.
