@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -68,6 +69,22 @@ def test_masked_logits_have_no_share(device: torch.device) -> None:
     (other,) = gradient(truth, [wide], factors.double())
     torch.testing.assert_close(one[:, :10].double(), other, rtol=1e-4, atol=1e-6)
     assert (one[:, 10:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("count", [7, 300, 20001])
+def test_a_row_of_the_lowest_numbers_is_uniform(
+    count: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    lowest = torch.finfo(dtype).min / 2
+    logits = torch.full((2, count), lowest, dtype=dtype, device=device).requires_grad_()
+    target = torch.tensor([1, count - 1], device=device)
+    found = torchkiln.logprob(logits, target, temperature=0.7, entropy=True)
+    expected = torch.full_like(found[0], -math.log(count))
+    torch.testing.assert_close(found, (expected, -expected))
+    (grad,) = torch.autograd.grad(found[0].sum(), logits)
+    slopes = F.one_hot(target, count) - torch.full_like(grad, 1 / count, dtype=torch.float64)
+    torch.testing.assert_close(grad, (slopes / 0.7).to(dtype))
 
 
 def test_a_target_that_is_masked_has_no_probability(device: torch.device) -> None:

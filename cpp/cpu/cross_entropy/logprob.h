@@ -31,10 +31,15 @@ void row_logprob(const CrossEntropy& p, int64_t row, std::optional<int64_t> inde
   C scaled[kPiece], powers[kPiece];
   ExponentialSum<C> sum;
   double moment = 0;  // the sum of exp(z - shift) * (z - shift)
+  double own = 0;
   for (int64_t at = 0; at < p.classes; at += kPiece) {
     const int64_t count = std::min(kPiece, p.classes - at);
     widen_run(scaled, logits + at, /*stride=*/1, count);
+    // A loop of its own: in a fused multiply-subtract the rounding error of the product would be
+    // the difference of equal logits, 1e31 for logits of 1e38.
     for (int64_t i = 0; i < count; ++i) scaled[i] *= scale;
+    if (index && *index >= at && *index < at + count)
+      own = static_cast<double>(scaled[*index - at]);
     const double before = static_cast<double>(sum.shift()), sum_before = sum.sum_or_zero();
     sum.add(scaled, count, powers);
     const C shift = sum.shift();
@@ -45,12 +50,7 @@ void row_logprob(const CrossEntropy& p, int64_t row, std::optional<int64_t> inde
     moment += piece_sum(powers, count);
   }
   const double shift = static_cast<double>(sum.shift());
-  double relative = 0;
-  if (index) {
-    C logit;
-    widen_run(&logit, logits + *index, /*stride=*/1, 1);
-    relative = static_cast<double>(logit * scale) - shift;
-  }
+  const double relative = index ? own - shift : 0;
   const double logarithm = log_of<C>(sum.sum());
   const C stored = p.sum != nullptr ? sum.shift() : static_cast<C>(shift + logarithm);
   const auto store = [&](void* to, double value) {
@@ -85,20 +85,19 @@ void row_logprob_gradient(const CrossEntropyBackward& p, int64_t row, int64_t in
     tilt = -number(p.grad_entropy) * factor * number(p.mass);
     slope += tilt * number(p.entropy);
   }
-  const auto gradient = [=](C logit) {
-    const C exponent = logit * factor - log_sum_exp;
+  const auto gradient = [=](C scaled) {
+    const C exponent = scaled - log_sum_exp;
     return (slope + tilt * bounded(exponent)) * ExactMath::exp_or_zero(exponent);
   };
-  // Computed first, because the gradient may overwrite the logits.
   C at_target = 0;
-  if (index >= 0) at_target = gradient(widen(logits[index])) + own;
-  C buffer[kPiece], results[kPiece];
+  C scaled[kPiece], results[kPiece];
   for (int64_t at = 0; at < p.classes; at += kPiece) {
     const int64_t count = std::min(kPiece, p.classes - at);
-    with_run(buffer, logits + at, /*stride=*/1, count, [&](const auto* values) {
-      store_run(grad_logits + at, /*stride=*/1, count, results,
-                [=](int64_t i) { return gradient(widen(values[i])); });
-    });
+    widen_run(scaled, logits + at, /*stride=*/1, count);
+    for (int64_t i = 0; i < count; ++i) scaled[i] *= factor;  // as in row_logprob
+    if (index >= at && index < at + count) at_target = gradient(scaled[index - at]) + own;
+    store_run(grad_logits + at, /*stride=*/1, count, results,
+              [&](int64_t i) { return gradient(scaled[i]); });
   }
   if (index >= 0) narrow_run(grad_logits + index, &at_target, 1);
 }

@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kLossGradientThreads, 4)
 #pragma unroll
       for (int i = 0; i < kLanes; ++i) {
         if constexpr (kForm == RowForm::logprob) {
-          const C exponent = z[i] * factor - gradient.log_sum_exp;
+          const C exponent = rounded_product(z[i], factor) - gradient.log_sum_exp;
           const C bounded = fmax(exponent, kLeastExponent<C>);
           z[i] = (gradient.slope + gradient.tilt * bounded) * Math::exp(exponent);
         } else {

@@ -167,7 +167,7 @@ __device__ __forceinline__ RowLoss<C> loss_of_row(const CrossEntropy& p, LossTea
     if (!isfinite(base)) base = 0;
   } else if (inside && team.rank() == 0 && has_class) {
     logit = convert<C>(logits[target.index]);
-    if constexpr (kLogprob) logit *= scale;
+    if constexpr (kLogprob) logit = rounded_product(logit, scale);
   }
 
   C values[kLossValues<kForm>] = {};
@@ -175,14 +175,14 @@ __device__ __forceinline__ RowLoss<C> loss_of_row(const CrossEntropy& p, LossTea
   const auto accumulate = [&](int first) {
     C most = max_of<C>(items);
     if constexpr (kInner) most = fmax(most, edge);
-    if constexpr (kLogprob) most *= scale;
+    if constexpr (kLogprob) most = rounded_product(most, scale);
     const C largest = fmax(values[0], most);
     const C reference = Sums::reference(largest);
     // Groups are summed first: the rounding error grows with the number of groups.
     C group_sum = 0, group_logits = 0, group_q = 0, group_moment = 0;
     const auto add = [&](C logit_of_class) {
       if constexpr (kLogprob) {
-        const C exponent = logit_of_class * scale - reference;
+        const C exponent = rounded_product(logit_of_class, scale) - reference;
         const C power = Math::exp(exponent);
         group_sum += power;
         group_moment += power * fmax(exponent, kLeastExponent<C>);

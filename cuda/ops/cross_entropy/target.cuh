@@ -15,6 +15,11 @@ namespace {
 template <class C>
 inline constexpr C kLeastExponent = C(-1e4);
 
+/// The product, rounded. In a fused multiply-subtract its rounding error would be the difference of
+/// equal logits: 1e31 for logits of 1e38.
+__device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ double rounded_product(double a, double b) { return __dmul_rn(a, b); }
+
 /// Class and weight of a row's target.
 template <class C>
 struct RowTarget {
