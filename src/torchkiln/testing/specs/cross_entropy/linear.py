@@ -143,8 +143,12 @@ def reference(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def roundings(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """For each row the largest sum of absolute terms of a logit, times the growth of errors."""
+    """For each row the largest sum of absolute terms of a logit, times the growth of errors.
+
+    An infinite logit is not rounded.
+    """
     terms = F.linear(x.abs(), weight.abs(), None if bias is None else bias.abs())
+    terms = terms.masked_fill(terms.isinf(), 0)
     return terms.reshape(-1, terms.shape[-1]).amax(-1) * steps(x.shape[-1])
 
 
