@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -254,6 +256,16 @@ def leaks(a: Tensor, b: Tensor) -> Tensor:
     return add(a, b)
 
 
+def takes_device_memory(a: Tensor, b: Tensor) -> Tensor:
+    """Calls the CUDA runtime that torch has loaded."""
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8").split()
+    runtime = ctypes.CDLL(next(path for path in maps if "/libcudart.so" in path))
+    pointer = ctypes.c_void_p()
+    assert runtime.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(512)) == 0
+    assert runtime.cudaFree(pointer) == 0
+    return add(a, b)
+
+
 def remembers(a: Tensor, b: Tensor) -> Tensor:
     """The values of the first call with the same memory."""
     out = add(a, b)
@@ -325,6 +337,7 @@ BROKEN_ON_CUDA: list[Row] = [
     ("graph_capture", remembers, torch.float32, "data times -3.0.*elements are wrong"),
     ("no_synchronisation", reads_a_value, torch.float32, "synchroniz"),
     ("only_the_caching_allocator", leaks, torch.float32, "stay allocated"),
+    ("only_the_caching_allocator", takes_device_memory, torch.float32, "calls took device memory"),
 ]
 
 
