@@ -55,10 +55,14 @@ from torchkiln.ops.matmul import gated_mlp, linear, mlp  # noqa: E402
 from torchkiln.ops.norm import (  # noqa: E402
     add_layer_norm,
     add_layer_norm_,
+    add_layer_norm_fp8,
     add_rms_norm,
     add_rms_norm_,
+    add_rms_norm_fp8,
     layer_norm,
+    layer_norm_fp8,
     rms_norm,
+    rms_norm_fp8,
 )
 from torchkiln.ops.pointwise import add, addcmul, muladd  # noqa: E402
 from torchkiln.ops.quantize import (  # noqa: E402
@@ -147,8 +151,10 @@ __all__ = [
     "add",
     "add_layer_norm",
     "add_layer_norm_",
+    "add_layer_norm_fp8",
     "add_rms_norm",
     "add_rms_norm_",
+    "add_rms_norm_fp8",
     "addcmul",
     "aoti_options",
     "bias_act",
@@ -171,6 +177,7 @@ __all__ = [
     "group_norm",
     "include_path",
     "layer_norm",
+    "layer_norm_fp8",
     "linear",
     "linear_cross_entropy",
     "linear_fp8",
@@ -192,6 +199,7 @@ __all__ = [
     "replace",
     "replaced",
     "rms_norm",
+    "rms_norm_fp8",
     "rope",
     "sigmoid",
     "sigmoid_",

@@ -88,6 +88,16 @@ struct ProductOp {
                        at::ScalarType dtype);
 };
 
+/// Checks that x has a dtype that is quantised.
+void check_source(const char* op, const char* name, const Tensor& x);
+
+/// Uninitialised E4M3 data of this shape, and scales of its rows.
+Two empty_quantized(c10::SymIntArrayRef shape, const Tensor& like);
+
+/// The tensor that stands for a result that exists in E4M3 only: autograd gives it the gradient of
+/// that result. Its elements share one uninitialised element of memory.
+Tensor stand_in(c10::SymIntArrayRef shape, const Tensor& like);
+
 /// Checks that `data` is E4M3 with a scale for 128 elements of each of its rows.
 void check_quantized_rows(const char* op, const char* data_name, const Tensor& data,
                           const char* scale_name, const Tensor& scale);

@@ -4,7 +4,7 @@
 // of each row, so that a row is loaded in one 256-byte access (half precision) and stored in one of
 // 128 bytes. The scales of a patch are adjacent.
 
-#include "cast.cuh"
+#include "detail/fp8/block.cuh"
 #include "torchkiln/device/launch.cuh"
 #include "torchkiln/kernels/quantize.h"
 
@@ -14,7 +14,6 @@ inline constexpr int kThreads = 256;
 inline constexpr int kSide = 8;                         // columns of a lane
 inline constexpr int kLanes = kScaledElements / kSide;  // lanes of a patch
 inline constexpr int kPatches = kThreads / kLanes;      // patches of a block
-inline constexpr unsigned kAllLanes = 0xffffffff;
 
 /// The elements of a lane: of a source of type Source, which has scales if it is E4M3.
 template <class Source, int kRows>
@@ -86,26 +85,6 @@ struct Patch {
     }
   }
 };
-
-/// Whether any of these magnitudes is infinite.
-template <int kCount>
-__device__ __forceinline__ bool any_infinite(const float (&magnitudes)[kCount]) {
-  float most = 0;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) most = fmaxf(most, magnitudes[i]);
-  return __float_as_uint(most) == kInfinity;
-}
-
-/// Replaces each value by the largest one among the lanes of the patch.
-template <int kCount>
-__device__ __forceinline__ void largest_of_patch(float (&values)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-#pragma unroll
-    for (int step = kLanes / 2; step > 0; step /= 2)
-      values[i] = fmaxf(values[i], __shfl_xor_sync(kAllLanes, values[i], step));
-  }
-}
 
 /// Stores the rows of a patch and, unless the matrix has square blocks, their scales.
 template <bool aligned, class Source, int kRows>

@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads) quantize_rows(Quantize p) {
   const bool infinite = __any_sync(kAllLanes, any_infinite(magnitude));
   if (infinite) patch.template magnitudes<false>(true, magnitude, unused);
   patch.drop_converted();
-  largest_of_patch(magnitude);
+  largest_of_lanes<kLanes>(magnitude);
   store_rows<aligned>(p, patch, magnitude, infinite, first_row, column);
 }
 

@@ -47,7 +47,7 @@ __device__ __forceinline__ void store_square(float* scale, int64_t stride, int64
 
 /// The largest magnitude of the tile, in all elements of `rows`.
 __device__ __forceinline__ void largest_of_tile(Shared& shared, float (&rows)[kSide]) {
-  largest_of_patch(rows);
+  largest_of_lanes<kLanes>(rows);
   float most = 0;
 #pragma unroll
   for (int r = 0; r < kSide; ++r) most = fmaxf(most, rows[r]);
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kThreads, 2) quantize_tile(Quantize p) {
     }
   } else {
     scale_columns(p, shared, by_column, first_row, first_column);
-    if constexpr (rows) largest_of_patch(by_row);
+    if constexpr (rows) largest_of_lanes<kLanes>(by_row);
   }
   if constexpr (rows) {
     store_rows<aligned>(p, patch, by_row, infinite, row, column);

@@ -20,7 +20,8 @@ class Quantized(NamedTuple):
     memory, as torch's scaled product reads them."""
     source: Tensor | None = None
     """The tensor that was quantised, if it requires a gradient: :func:`linear_fp8` passes the
-    gradient of the product to it."""
+    gradient of the product to it. If it was never written, as by :func:`rms_norm_fp8`, a tensor of
+    its shape and dtype that stands for it: without memory, its values are undefined."""
 
 
 class QuantizedWeight(NamedTuple):
