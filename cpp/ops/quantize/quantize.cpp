@@ -91,11 +91,6 @@ void run(const char* op, const Tensor& x, const Tensor& x_scale, bool square, co
       [&](int64_t begin, int64_t end) { return cpu::quantize(p, begin, end); });
 }
 
-/// The outputs for x, which has at least one dimension, as a transposed matrix.
-Two empty_transposed(const Tensor& x) {
-  return empty_quantized(std::array<SymInt, 2>{x.sym_size(-1), rows_of(x)}, x);
-}
-
 }  // namespace
 
 void check_source(const char* op, const char* name, const Tensor& x) {
@@ -107,6 +102,10 @@ void check_source(const char* op, const char* name, const Tensor& x) {
 
 Two empty_quantized(c10::SymIntArrayRef shape, const Tensor& like) {
   return {empty_data(shape, like), empty_scale(shape, like)};
+}
+
+Two empty_transposed(const Tensor& x) {
+  return empty_quantized(std::array<SymInt, 2>{x.sym_size(-1), rows_of(x)}, x);
 }
 
 Tensor stand_in(c10::SymIntArrayRef shape, const Tensor& like) {

@@ -82,6 +82,12 @@ def gated(call: Call) -> Choices:
         yield [Shard(dim)], placed(call.gate, dim, gate=call.gate, up=call.up)
 
 
+def gated_fp8(call: Call) -> Choices:
+    """All dimensions but the last, along which scales are shared: data, scale, and a stand-in."""
+    for dim in range(rank(call.gate) - 1):
+        yield [Shard(dim)] * 3, placed(call.gate, dim, gate=call.gate, up=call.up)
+
+
 def gated_backward(call: Call) -> Choices:
     """As for :func:`gated`; the results are the gradients of gate and up."""
     for outputs, inputs in gated(call):
@@ -411,6 +417,7 @@ CHOICES = {
     "_dropout_add_backward": dropout_backward,
     "_dropout_add_with_state": dropout_with_state,
     "_gated_backward": gated_backward,
+    "_gated_fp8": gated_fp8,
     "_gated_backward_with_output": gated_backward_with_output,
     "gated_mlp": gated_mlp,
     "gated_rms_norm": gated_norm,

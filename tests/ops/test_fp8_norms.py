@@ -1,33 +1,34 @@
-"""Ops that write E4M3: bits are those of quantize() of the plain result, gradients are its own."""
+"""Norms that write E4M3: bits are those of quantize() of the norm, gradients are the norm's."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
+from producers import (
+    DEVICES,
+    DTYPES,
+    PRODUCT_DEVICES,
+    Op,
+    draw,
+    parts,
+    require_equal,
+    require_like_plain,
+    to_meta,
+)
 from torch import Tensor
-from torch.testing import assert_close
 
 import torchkiln
-from torchkiln import Quantized, quantize
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-DEVICES = ("cpu", *(["cuda"] if torch.cuda.is_available() else []))
-PRODUCT_DEVICES = (
-    "cpu",
-    *(["cuda"] if "cuda" in DEVICES and torch.cuda.get_device_capability() == (9, 0) else []),
-)
+from torchkiln import quantize
 
 
 class Norm(NamedTuple):
     """A norm, and its form that quantises."""
 
-    plain: Callable[..., Any]
-    quantizing: Callable[..., Any]
+    op: Op
     overload: Any
     centered: bool
     residual: bool
@@ -35,8 +36,7 @@ class Norm(NamedTuple):
 
 NORMS = {
     name: Norm(
-        getattr(torchkiln, name),
-        getattr(torchkiln, f"{name}_fp8"),
+        Op(getattr(torchkiln, name), getattr(torchkiln, f"{name}_fp8")),
         getattr(torch.ops.torchkiln, f"{name}_fp8").default,
         centered="layer" in name,
         residual="add" in name,
@@ -51,12 +51,6 @@ SHAPES = (
 )
 
 
-def draw(*shape: int, device: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Normal numbers."""
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=generator).to(device, dtype)
-
-
 def arguments(
     norm: Norm, shape: tuple[int, ...], dtype: torch.dtype, device: str, **others: torch.dtype
 ) -> tuple[Any, ...]:
@@ -69,60 +63,12 @@ def arguments(
     return (*rows, shape[-1:], *parameters)
 
 
-def parts(result: Any) -> tuple[Any, ...]:
-    """The results of a call as a tuple."""
-    return result if type(result) is tuple else (result,)
-
-
-def require_equal(found: Quantized, plain: Tensor) -> None:
-    """Compare with quantize() of the plain result: bits on a CPU; a GPU may sum in other order."""
-    expected = quantize(plain)
-    assert found.data.dtype == torch.float8_e4m3fn
-    assert found.data.is_contiguous()
-    assert found.scale.shape == expected.scale.shape
-    assert found.scale.stride() == expected.scale.stride()
-    assert found.source is not None
-    assert found.source.shape == plain.shape
-    assert found.source.dtype == plain.dtype
-    bytes_found, bytes_expected = (q.data.view(torch.uint8) for q in (found, expected))
-    if not plain.is_cuda:
-        assert torch.equal(found.scale, expected.scale)
-        assert torch.equal(bytes_found, bytes_expected)
-        return
-    values, exact = (torchkiln.dequantize(q, torch.float64) for q in (found, expected))
-    assert torch.equal(values.isnan(), exact.isnan())
-    differs = values.nan_to_num() != exact.nan_to_num()
-    assert differs.sum() <= 0.002 * differs.numel() + 1
-    step = torch.maximum(values.abs(), exact.abs()) / 8
-    smallest = found.scale.amax(-1, keepdim=True) * 2.0**-9 if plain.numel() else 0
-    assert ((values - exact).abs().nan_to_num() <= step.nan_to_num() + smallest).all()
-
-
-def require_like_plain(norm: Norm, args: tuple[Any, ...], **options: Any) -> None:
-    """Compare a call with the plain op: results, and gradients of the same incoming ones."""
-    inputs = [a.requires_grad_() for a in args if isinstance(a, Tensor)]
-    expected = parts(norm.plain(*args, **options))
-    found = parts(norm.quantizing(*args, **options))
-    require_equal(found[0], expected[0].detach())
-    for sum_found, sum_expected in zip(found[1:], expected[1:], strict=True):
-        assert torch.equal(sum_found, sum_expected)
-    grads = [draw(*y.shape, device=y.device.type, dtype=y.dtype, seed=9) for y in expected]
-    carriers = [found[0].source, *found[1:]]
-    of_expected = torch.autograd.grad(expected, inputs, grads)
-    of_found = torch.autograd.grad(carriers, inputs, grads)
-    for one, other in zip(of_found, of_expected, strict=True):
-        if one.is_cuda:
-            assert_close(one, other)
-        else:
-            assert torch.equal(one, other)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", NORMS)
 def test_norms(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    require_like_plain(NORMS[name], arguments(NORMS[name], shape, dtype, device))
+    require_like_plain(NORMS[name].op, arguments(NORMS[name], shape, dtype, device))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -132,16 +78,16 @@ def test_options_of_norms(name: str, device: str) -> None:
     owned = {"weight": torch.float32}
     for dtype in (torch.float16, torch.bfloat16):
         args = arguments(norm, (6, 264), dtype, device, **owned)
-        require_like_plain(norm, args, offset=1.0, round="input", eps=1e-3)
+        require_like_plain(norm.op, args, offset=1.0, round="input", eps=1e-3)
         first = 1 + norm.residual
-        require_like_plain(norm, (*args[:first], [264]))
+        require_like_plain(norm.op, (*args[:first], [264]))
         if norm.centered:
-            require_like_plain(norm, (*args[:first], 264, None, args[-1]))
+            require_like_plain(norm.op, (*args[:first], 264, None, args[-1]))
         if norm.residual:
             mixed = arguments(norm, (6, 264), dtype, device, residual=torch.float32)
-            require_like_plain(norm, mixed)
+            require_like_plain(norm.op, mixed)
             swapped = arguments(norm, (6, 264), torch.float32, device, residual=dtype)
-            require_like_plain(norm, swapped)
+            require_like_plain(norm.op, swapped)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -151,8 +97,8 @@ def test_strides_of_rows(name: str, device: str) -> None:
     whole = draw(40, 700, device=device, dtype=torch.bfloat16)
     for x in (whole[:, 8:264], whole[:, 3:300], whole[::2], whole.T, whole[:1].expand(40, 700)):
         rows = [x] * (1 + norm.residual)
-        found = parts(norm.quantizing(*rows, x.shape[-1]))[0]
-        require_equal(found, parts(norm.plain(*rows, x.shape[-1]))[0])
+        found = parts(norm.op.quantizing(*rows, x.shape[-1]))[0]
+        require_equal(found, parts(norm.op.plain(*rows, x.shape[-1]))[0])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -179,7 +125,7 @@ def test_into_a_product(name: str, dtype: torch.dtype, device: str) -> None:
     inputs = [a.requires_grad_() for a in args if isinstance(a, Tensor)]
     weight = (draw(160, 384, device=device, dtype=dtype) / 384**0.5).requires_grad_()
     grad = draw(48, 160, device=device, dtype=dtype, seed=5)
-    y = torchkiln.linear_fp8(parts(norm.quantizing(*args))[0], weight)
+    y = torchkiln.linear_fp8(parts(norm.op.quantizing(*args))[0], weight)
     assert y.dtype == dtype
     found = torch.autograd.grad(y, [*inputs, weight], grad)
 
@@ -189,7 +135,7 @@ def test_into_a_product(name: str, dtype: torch.dtype, device: str) -> None:
     torchs: Any = F.layer_norm if norm.centered else F.rms_norm
     eps = 1e-5 if norm.centered else torch.finfo(torch.float32).eps
     exact = torchs(z, shape, *parameters, eps=eps)
-    rounded = torchkiln.dequantize(quantize(parts(norm.plain(*args))[0].detach()), torch.float64)
+    rounded = torchkiln.dequantize(quantize(parts(norm.op.plain(*args))[0].detach()), torch.float64)
     weights = torchkiln.dequantize(torchkiln.quantize_weight(weight.detach()), torch.float64)
     rows, columns = (torchkiln.dequantize(q, torch.float64) for q in torchkiln.quantize_both(grad))
     expected = [
@@ -230,10 +176,11 @@ def test_compiled_norms(name: str, dynamic: bool) -> None:
     weight = draw(64, 200, device="cpu", dtype=torch.float32)
 
     def call(*args: Any) -> Tensor:
-        result = parts(norm.quantizing(*args))
+        result = parts(norm.op.quantizing(*args))
         y = torchkiln.linear_fp8(result[0], weight)
         return torch.cat([y, *result[1:]], -1)
 
+    torch.compiler.reset()
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     for rows in (3, 9):
         args = arguments(norm, (rows, 200), torch.float32, "cpu")
@@ -263,31 +210,26 @@ def test_second_derivatives_of_norms(name: str) -> None:
     args = arguments(norm, (3, 40), torch.float32, "cpu")
     x = args[0].requires_grad_()
     grad = draw(3, 40, device="cpu", dtype=torch.float32, seed=4)
-    carriers = parts(norm.quantizing(*args))[0].source, parts(norm.plain(*args))[0]
+    carriers = parts(norm.op.quantizing(*args))[0].source, parts(norm.op.plain(*args))[0]
     firsts = [torch.autograd.grad(y, x, grad, create_graph=True)[0] for y in carriers]
     one, other = (torch.autograd.grad(first.square().sum(), x)[0] for first in firsts)
     assert other.norm() > 0
     assert torch.equal(one, other)
 
 
-def to_meta(value: Any) -> Any:
-    """The argument on the device meta."""
-    return value.to("meta") if isinstance(value, Tensor) else value
-
-
 @pytest.mark.parametrize("name", NORMS)
 def test_errors_of_norms(name: str) -> None:
     norm = NORMS[name]
     args = arguments(norm, (4, 130), torch.float32, "cpu")
-    op = norm.quantizing.__name__
+    op = norm.op.quantizing.__name__
     with pytest.raises(RuntimeError, match=rf"{op}: x: got dtype float64, expected one of float32"):
-        norm.quantizing(*(a.double() if isinstance(a, Tensor) else a for a in args))
+        norm.op.quantizing(*(a.double() if isinstance(a, Tensor) else a for a in args))
     first = 1 + norm.residual
     with pytest.raises(
         RuntimeError, match=rf"{op}: normalized_shape: got \[4, 130\], expected one"
     ):
-        norm.quantizing(*args[:first], (4, 130))
+        norm.op.quantizing(*args[:first], (4, 130))
     with pytest.raises(RuntimeError, match=rf"{op}: weight: got shape \[130\], expected \[129\]"):
-        norm.quantizing(*(x[:, 1:] for x in args[:first]), 129, args[first + 1])
+        norm.op.quantizing(*(x[:, 1:] for x in args[:first]), 129, args[first + 1])
     with pytest.raises(NotImplementedError, match=rf"{op}: got a transform of torch\.func"):
         torch.func.grad(lambda x: norm.overload(x, *args[1:])[1].sum())(args[0])
