@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from producers import (
     DEVICES,
     DTYPES,
@@ -20,6 +21,7 @@ from producers import (
     to_meta,
 )
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import torchkiln
 from torchkiln import Quantized
@@ -177,3 +179,48 @@ def test_errors_of_gates() -> None:
         torch.autograd.grad(source.sum(), x, create_graph=True)
     with pytest.raises(NotImplementedError, match=r"swiglu_fp8: got a transform of torch\.func"):
         torch.func.grad(lambda x: torchkiln.swiglu_fp8(x).scale.sum())(x)
+
+
+@pytest.mark.parametrize("name", ["norm", "gate"])
+@pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
+def test_rows_of_a_dtensor(name: str) -> None:
+    from torch.distributed._local_tensor import LocalTensorMode  # noqa: PLC0415
+    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
+    from torch.distributed.tensor import Shard, distribute_tensor  # noqa: PLC0415
+
+    from torchkiln.testing.contract.sharding import process_group  # noqa: PLC0415
+
+    def of(x: Any) -> tuple[Any, ...]:
+        if name == "gate":
+            return torchkiln.swiglu_fp8(x), None, x[..., :150]
+        found, total = torchkiln.add_rms_norm_fp8(x, x.detach() + 1, (300,))
+        return found, total, x
+
+    x = draw(6, 300, device="cpu", dtype=torch.float32).requires_grad_()
+    expected, total, grad = of(x)
+    (of_x,) = torch.autograd.grad(carrier(expected), x, grad.detach())
+    with process_group(2), LocalTensorMode(2):
+        mesh = init_device_mesh("cpu", (2,))
+        shard: Any = distribute_tensor(x.detach(), mesh, [Shard(0)], src_data_rank=None)
+        found, sum_found, grad = of(shard.requires_grad_())
+        (of_shard,) = torch.autograd.grad(found.source, shard, grad.detach())
+        pairs = [(found.data, expected.data), (found.scale, expected.scale), (of_shard, of_x)]
+        pairs += [] if total is None else [(sum_found, total)]
+        for one, other in pairs:
+            assert one.placements == (Shard(0),)
+            assert torch.equal(one.detach().full_tensor().reconcile().float(), other.float())
+
+
+def test_checkpointed_layer() -> None:
+    first, second = (draw(*s, device="cpu", dtype=torch.float32) / 16 for s in ((96, 64), (64, 48)))
+    x = draw(9, 64, device="cpu", dtype=torch.float32).requires_grad_()
+
+    def layer(x: Tensor) -> Tensor:
+        hidden = torchkiln.gated_linear_fp8(torchkiln.rms_norm_fp8(x, 64), first)
+        return torchkiln.linear_fp8(hidden, second)
+
+    grads = [
+        torch.autograd.grad(y.square().sum(), x)[0]
+        for y in (layer(x), checkpoint(layer, x, use_reentrant=False))
+    ]
+    assert torch.equal(*grads)

@@ -9,25 +9,28 @@ namespace torchkiln::norm_ops {
 namespace {
 
 using quantize_ops::Four;
+using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-/// Uninitialised outputs: data and scale; x + residual, and the statistics of each row, as those of
-/// outputs().
-Four quantized_outputs(const Call& call, bool wants_stats) {
+/// Uninitialised outputs: data and scale; the tensor that stands for y; x + residual, and the
+/// statistics of each row, as those of outputs().
+Five quantized_outputs(const Call& call, bool wants_stats) {
   auto [y, sum, stats] = outputs(call, wants_stats);
   const Tensor& like = call.wider();
-  return std::tuple_cat(quantize_ops::empty_quantized(like.sym_sizes(), like), Two{sum, stats});
+  return std::tuple_cat(quantize_ops::empty_quantized(like.sym_sizes(), like),
+                        Three{quantize_ops::stand_in(like.sym_sizes(), like), sum, stats});
 }
 
-Four run_quantized(const Call& call, bool wants_stats) {
-  Four out = quantized_outputs(call, wants_stats);
-  const auto& [data, scale, sum, stats] = out;
+Five run_quantized(const Call& call, bool wants_stats) {
+  Five out = quantized_outputs(call, wants_stats);
+  const auto& [data, scale, source, sum, stats] = out;
   run_into(call, {Tensor(), sum, stats}, {data, scale});
   return out;
 }
 
-Tensor stand_in_of(const Call& call) {
-  const Tensor& like = call.wider();
-  return quantize_ops::stand_in(like.sym_sizes(), like);
+/// The outputs with these numbers.
+template <size_t... I>
+auto some_of(const Five& out) {
+  return std::tuple{std::get<I>(out)...};
 }
 
 /// The arguments of a form of an op that quantises.
@@ -39,31 +42,32 @@ struct Quantizing : Arguments_ {
   }
 };
 
-/// The forward that also returns the statistics: {data, scale, stats}.
+/// The forward that also returns the statistics: {data, scale, source, stats}.
 struct QuantizedForward {
   using Arguments = Quantizing<Forward::Arguments>;
   static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
       "torchkiln::_norm_fp8_forward(Tensor x, SymInt[] normalized_shape, Tensor? weight, "
       "Tensor? bias, float eps, float offset, str round, bool centered) -> "
-      "(Tensor, Tensor, Tensor)";
-  static Three meta(const Arguments& call) { return without_sum(quantized_outputs(call, true)); }
-  static Three kernel(const Arguments& call) { return without_sum(run_quantized(call, true)); }
-  static Three without_sum(const Four& out) {
-    return {std::get<0>(out), std::get<1>(out), std::get<3>(out)};
+      "(Tensor, Tensor, Tensor, Tensor)";
+  static Four meta(const Arguments& call) {
+    return some_of<0, 1, 2, 4>(quantized_outputs(call, true));
+  }
+  static Four kernel(const Arguments& call) {
+    return some_of<0, 1, 2, 4>(run_quantized(call, true));
   }
 };
 
-/// The forward of x + residual: {data, scale, sum, stats}.
+/// The forward of x + residual: {data, scale, source, sum, stats}.
 struct QuantizedAddForward {
   using Arguments = Quantizing<AddForward::Arguments>;
   static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
       "torchkiln::_add_norm_fp8_forward(Tensor x, Tensor residual, SymInt[] normalized_shape, "
       "Tensor? weight, Tensor? bias, float eps, float offset, str round, bool centered) -> "
-      "(Tensor, Tensor, Tensor, Tensor)";
-  static Four meta(const Arguments& call) { return quantized_outputs(call, true); }
-  static Four kernel(const Arguments& call) { return run_quantized(call, true); }
+      "(Tensor, Tensor, Tensor, Tensor, Tensor)";
+  static Five meta(const Arguments& call) { return quantized_outputs(call, true); }
+  static Five kernel(const Arguments& call) { return run_quantized(call, true); }
 };
 
 /// An op without a residual: {data, scale, the tensor that stands for y}.
@@ -78,16 +82,16 @@ struct QuantizedNorm {
     }
   };
   using Arguments = Quantizing<Plain>;
-  static Three meta(const Arguments& call) { return of(call, quantized_outputs(call, false)); }
-  static Three kernel(const Arguments& call) { return of(call, run_quantized(call, false)); }
-  static Three of(const Arguments& call, const Four& out) {
-    return {std::get<0>(out), std::get<1>(out), stand_in_of(call)};
+  static Three meta(const Arguments& call) {
+    return some_of<0, 1, 2>(quantized_outputs(call, false));
+  }
+  static Three kernel(const Arguments& call) {
+    return some_of<0, 1, 2>(run_quantized(call, false));
   }
   static Three composite(const Arguments& call) { quantize_ops::refuse_transform(call.op()); }
   static Three recorded(const Below& below, const Arguments& call) {
-    const auto [data, scale, stats] = below.call<QuantizedForward>(call);
-    const auto [source, sum] = record_norm(call, stand_in_of(call), Tensor(), stats);
-    return {data, scale, source};
+    const auto [data, scale, source, stats] = below.call<QuantizedForward>(call);
+    return {data, scale, std::get<0>(record_norm(call, source, Tensor(), stats))};
   }
 };
 
@@ -105,16 +109,16 @@ struct QuantizedAddNorm {
     }
   };
   using Arguments = Quantizing<Plain>;
-  static Four meta(const Arguments& call) { return of(call, quantized_outputs(call, false)); }
-  static Four kernel(const Arguments& call) { return of(call, run_quantized(call, false)); }
-  static Four of(const Arguments& call, const Four& out) {
-    return {std::get<0>(out), std::get<1>(out), stand_in_of(call), std::get<2>(out)};
+  static Four meta(const Arguments& call) {
+    return some_of<0, 1, 2, 3>(quantized_outputs(call, false));
+  }
+  static Four kernel(const Arguments& call) {
+    return some_of<0, 1, 2, 3>(run_quantized(call, false));
   }
   static Four composite(const Arguments& call) { quantize_ops::refuse_transform(call.op()); }
   static Four recorded(const Below& below, const Arguments& call) {
-    const auto [data, scale, added, stats] = below.call<QuantizedAddForward>(call);
-    const auto [source, sum] = record_norm(call, stand_in_of(call), added, stats);
-    return {data, scale, source, sum};
+    const auto [data, scale, source, sum, stats] = below.call<QuantizedAddForward>(call);
+    return std::tuple_cat(Two{data, scale}, record_norm(call, source, sum, stats));
   }
 };
 

@@ -159,9 +159,9 @@ def norm_fp8(call: Call) -> Choices:
 
 
 def norm_fp8_forward(call: Call) -> Choices:
-    """Rows; the results are data, scale, and the statistics."""
-    for outputs, inputs in norm_forward(call):
-        yield [outputs[0], *outputs], inputs
+    """Rows; the results are those of :func:`norm_fp8`, and the statistics."""
+    for outputs, inputs in norm_fp8(call):
+        yield [*outputs, next_dim(outputs[0])], inputs
 
 
 def add_norm_fp8(call: Call) -> Choices:
@@ -171,9 +171,9 @@ def add_norm_fp8(call: Call) -> Choices:
 
 
 def add_norm_fp8_forward(call: Call) -> Choices:
-    """Rows; the results are data, scale, the sum, and the statistics."""
-    for outputs, inputs in add_norm_forward(call):
-        yield [outputs[0], *outputs], inputs
+    """Rows; the results are those of :func:`add_norm_fp8`, and the statistics."""
+    for outputs, inputs in add_norm_fp8(call):
+        yield [*outputs, next_dim(outputs[0])], inputs
 
 
 def norm_backward(call: Call) -> Choices:
