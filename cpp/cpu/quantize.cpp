@@ -2,8 +2,7 @@
 
 #include <algorithm>
 
-#include "torchkiln/core/fp8.h"
-#include "torchkiln/cpu/half.h"
+#include "detail/round_fp8.h"
 #include "torchkiln/cpu/isa.h"
 
 namespace torchkiln::cpu {
@@ -11,8 +10,6 @@ namespace TORCHKILN_ISA {
 namespace {
 
 constexpr int64_t kTile = kScaledElements;
-constexpr uint32_t kMagnitude = 0x7fffffff;
-constexpr uint32_t kInfinity = 0x7f800000;
 
 /// A tile of x in float32. Rows are kTile elements apart.
 struct Tile {
@@ -31,24 +28,6 @@ float widen_fp8(uint8_t byte) {
   const float found = magnitude < 8 ? small : float_of((magnitude << 20) + (120u << 23));
   const uint32_t nan = magnitude == kFp8Nan ? kInfinity | 1u : 0u;
   return float_of(bits_of(found) | nan | uint32_t{byte & 0x80u} << 24);
-}
-
-/// Rounds to the nearest E4M3 number, ties to even. The magnitude is at most 448, or not finite.
-uint8_t narrow_fp8(float value) {
-  const uint32_t bits = bits_of(value);
-  const uint32_t magnitude = bits & kMagnitude;
-  constexpr uint32_t kSmallestNormal = 121u << 23;  // 2^-6
-  constexpr float kLastBit = 0x1p14f;               // its last bit is 2^-9, that of E4M3 below 2^-6
-  const uint32_t small = bits_of(float_of(magnitude) + kLastBit) - bits_of(kLastBit);
-  const uint32_t normal = ((magnitude + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20) - (120u << 3);
-  const uint32_t rounded = (magnitude < kSmallestNormal ? small : normal) | (bits >> 24 & 0x80u);
-  return static_cast<uint8_t>(magnitude < kInfinity ? rounded : kFp8Nan);
-}
-
-/// The magnitude of a finite value as bits, which compare as the values do; 0 for others.
-uint32_t finite_magnitude(float value) {
-  const uint32_t magnitude = bits_of(value) & kMagnitude;
-  return magnitude < kInfinity ? magnitude : 0u;
 }
 
 void load(const Quantize& p, Tile& tile) {

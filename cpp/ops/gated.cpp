@@ -51,12 +51,15 @@ c10::SymDimVector result_shape(const Tensor& gate, const MaybeTensor& up) {
   return shape;
 }
 
-/// Gate and up: two tensors, or the halves of one.
+}  // namespace
+
 std::array<Tensor, 2> halves(const Tensor& gate, const MaybeTensor& up) {
   if (up.has_value()) return {gate, *up};
   const c10::SymInt half = gate.sym_size(-1) / 2;
   return {gate.narrow_symint(-1, 0, half), gate.narrow_symint(-1, half, half)};
 }
+
+namespace {
 
 /// The kernels read all operands of an element before they write its results.
 void write_with_output(const Tensor& grad, const Tensor& packed, Activation act,
@@ -117,6 +120,33 @@ void overwrite_with_gradient(const Tensor& grad, const Tensor& packed, Activatio
   write_with_output(grad, packed, act, packed, grad);
 }
 
+Tensor checked_output(const char* op, const Tensor& gate, const MaybeTensor& up) {
+  check_inputs(op, gate, up);
+  return empty_of(result_shape(gate, up), gate.options().dtype(result_dtype(gate, up)));
+}
+
+namespace {
+
+Tensor composite(Activation act, const Tensor& gate, const MaybeTensor& up) {
+  const at::ScalarType compute = compute_dtype(gate.scalar_type());
+  const auto [gates, ups] = halves(gate, up);
+  return (composite_activation(act, gates.to(compute)) * ups.to(compute))
+      .to(result_dtype(gate, up));
+}
+
+}  // namespace
+
+variable_list gradients(const Incoming& in, const Kept<2>& kept, Activation act) {
+  if (in.needs_composite()) {
+    return composite_gradients(in, kept, [&](const Kept<2>& inputs) {
+      return composite(act, inputs[0], maybe(inputs[1]));
+    });
+  }
+  const MaybeTensor up = maybe(kept[1]);
+  auto [grad_gate, grad_up] = call_below<GatedBackward>(in[0], kept[0], up, act);
+  return {grad_gate, up ? grad_up : Tensor()};
+}
+
 namespace {
 
 template <class Act>
@@ -143,8 +173,7 @@ struct Gated : Schema<Act> {
   static constexpr std::array<size_t, 2> kReadsMixed{0, 1};
 
   static Tensor meta(const Tensor& gate, const MaybeTensor& up) {
-    check_inputs(name_of_op<Gated>(), gate, up);
-    return empty_of(result_shape(gate, up), gate.options().dtype(result_dtype(gate, up)));
+    return checked_output(name_of_op<Gated>(), gate, up);
   }
 
   static Tensor kernel(const Tensor& gate, const MaybeTensor& up) {
@@ -162,25 +191,14 @@ struct Gated : Schema<Act> {
 
   static Tensor composite(const Tensor& gate, const MaybeTensor& up) {
     check_inputs(name_of_op<Gated>(), gate, up);
-    const at::ScalarType compute = compute_dtype(gate.scalar_type());
-    const auto [gates, ups] = halves(gate, up);
-    return (composite_activation(kAct, gates.to(compute)) * ups.to(compute))
-        .to(result_dtype(gate, up));
+    return gated_ops::composite(kAct, gate, up);
   }
 
   static Tensor recorded(const Below& below, const Tensor& gate, const MaybeTensor& up) {
     const Tensor undefined = tensor_or_undefined(up);
-    return record(name_of_op<Gated>(), {gate, undefined}, below.call<Gated>(gate, up),
-                  keep(gate, undefined), [](const Incoming& in, const Kept<2>& kept) {
-                    if (in.needs_composite()) {
-                      return composite_gradients(in, kept, [](const Kept<2>& inputs) {
-                        return composite(inputs[0], maybe(inputs[1]));
-                      });
-                    }
-                    const MaybeTensor up = maybe(kept[1]);
-                    auto [grad_gate, grad_up] = call_below<GatedBackward>(in[0], kept[0], up, kAct);
-                    return variable_list{grad_gate, up ? grad_up : Tensor()};
-                  });
+    return record(
+        name_of_op<Gated>(), {gate, undefined}, below.call<Gated>(gate, up), keep(gate, undefined),
+        [](const Incoming& in, const Kept<2>& kept) { return gradients(in, kept, kAct); });
   }
 };
 
@@ -204,10 +222,10 @@ struct SwigluOut {
 
 }  // namespace
 
-Tensor gated(const Tensor& packed, Gate gate) {
-  if (gate.act == kActivation<Silu>) return call<Gated<Silu>>(packed, std::nullopt);
-  if (gate.act == kActivation<Gelu>) return call<Gated<Gelu>>(packed, std::nullopt);
-  return call<Gated<GeluTanh>>(packed, std::nullopt);
+Tensor gated(const Tensor& gate, Gate act, const MaybeTensor& up) {
+  if (act.act == kActivation<Silu>) return call<Gated<Silu>>(gate, up);
+  if (act.act == kActivation<Gelu>) return call<Gated<Gelu>>(gate, up);
+  return call<Gated<GeluTanh>>(gate, up);
 }
 
 TORCH_LIBRARY_FRAGMENT(torchkiln, m) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "detail/composite_activations.h"
+#include "torchkiln/torch/autograd.h"
 
 namespace torchkiln {
 
@@ -52,8 +53,17 @@ struct GatedBackwardWithOutput {
 /// `grad`. Both are contiguous.
 void overwrite_with_gradient(const at::Tensor& grad, const at::Tensor& packed, Activation act);
 
-/// act(gate) * up for the halves of one tensor.
-at::Tensor gated(const at::Tensor& packed, Gate gate);
+/// act(gate) * up; without `up`, for the halves of `gate`.
+at::Tensor gated(const at::Tensor& gate, Gate act, const MaybeTensor& up = std::nullopt);
+
+/// The gradients of `kept`, gate and up, for the gradient of act(gate) * up.
+variable_list gradients(const Incoming& in, const Kept<2>& kept, Activation act);
+
+/// Checks gate and up, and returns an uninitialised act(gate) * up.
+at::Tensor checked_output(const char* op, const at::Tensor& gate, const MaybeTensor& up);
+
+/// Gate and up: two tensors, or the halves of one.
+std::array<at::Tensor, 2> halves(const at::Tensor& gate, const MaybeTensor& up);
 
 }  // namespace gated_ops
 }  // namespace torchkiln

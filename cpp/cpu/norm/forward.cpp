@@ -1,7 +1,9 @@
 #include "torchkiln/kernels/norm.h"
 
 #include <cmath>
+#include <vector>
 
+#include "detail/round_fp8.h"
 #include "norm/common.h"
 #include "torchkiln/cpu/isa.h"
 
@@ -84,8 +86,9 @@ void with_residual(const Norm& p, int64_t row, const Body& body) {
   call(TypeTag<T>{});
 }
 
+/// Writes a row of the result to y.
 template <class T, class W>
-void norm_row(const Norm& p, int64_t row) {
+void norm_row(const Norm& p, int64_t row, T* y) {
   using C = Compute<T>;
   const T* z = static_cast<const T*>(p.x) + row * p.x_row_stride;
   if (p.residual != nullptr) {
@@ -105,7 +108,6 @@ void norm_row(const Norm& p, int64_t row) {
   const PerColumn<W> bias(p.bias, 0);
   const C offset = p.weight == nullptr ? C(0) : static_cast<C>(p.weight_offset);
   const C shift = -m.remainder * m.rstd;
-  T* y = static_cast<T*>(p.y) + row * p.columns;
   for_lanes<C>(0, p.columns, [&](int64_t i, auto span) {
     Lanes<C> n = (load_lanes(z + i, span) - m.mean) * m.rstd + shift;
     if (p.rounds_normalized) n = round_lanes<T>(n);
@@ -117,8 +119,15 @@ void norm_row(const Norm& p, int64_t row) {
 
 Status norm(const Norm& p, int64_t begin, int64_t end) {
   return dispatch_weighted(p.dtype, p.weight_dtype, [&](auto tag, auto weight_tag) {
-    for (int64_t row = begin; row < end; ++row)
-      norm_row<typename decltype(tag)::type, typename decltype(weight_tag)::type>(p, row);
+    using T = typename decltype(tag)::type;
+    std::vector<T> rounded(p.data == nullptr ? 0 : static_cast<size_t>(p.columns));
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t at = row * p.columns;
+      T* const y = p.data == nullptr ? static_cast<T*>(p.y) + at : rounded.data();
+      norm_row<T, typename decltype(weight_tag)::type>(p, row, y);
+      if constexpr (sizeof(T) <= 4)
+        if (p.data != nullptr) quantize_row(y, p.columns, p.data + at, p.scale + row, p.rows);
+    }
     return Status{};
   });
 }

@@ -4,6 +4,7 @@
 
 #include "detail/rows_view.h"
 #include "norm/norm.h"
+#include "quantize/quantize.h"
 #include "torchkiln/kernels/norm.h"
 #include "torchkiln/torch/checks.h"
 #include "torchkiln/torch/elementwise.h"
@@ -28,7 +29,11 @@ void* rstd_of(const Tensor& stats, int64_t rows) {
 
 void check(const Call& call) {
   check_tensor(call.op(), "x", call.x);
-  check_dtype(call.op(), "x", call.x);
+  if (call.quantized) {
+    quantize_ops::check_source(call.op(), "x", call.x);
+  } else {
+    check_dtype(call.op(), "x", call.x);
+  }
   if (call.residual) check_like_or_mixed(call.op(), "residual", *call.residual, "x", call.x);
   check_normalized_shape(call.op(), call.x, call.shape);
   check_parameter(call, "weight", call.weight);
@@ -36,10 +41,14 @@ void check(const Call& call) {
   if (call.weight && call.bias)
     check_same_dtype(call.op(), "bias", *call.bias, "weight", *call.weight);
   check_eps(call.op(), call.eps);
+  TORCH_CHECK(!call.quantized || call.shape.size() == 1, "torchkiln.", call.op(),
+              ": normalized_shape: got ", call.shape,
+              ", expected one size: a scale is for 128 elements of the last dimension");
 }
 
 Three outputs(const Call& call, bool wants_stats) {
   check(call);
+  const Tensor& like = call.wider();
   Tensor stats;
   if (wants_stats) {
     const auto leading = call.x->dim() - static_cast<int64_t>(call.shape.size());
@@ -47,35 +56,41 @@ Three outputs(const Call& call, bool wants_stats) {
     for (int64_t d = 0; d < leading; ++d) sizes.push_back(call.x->sym_size(d));
     stats = empty_of(sizes, call.x->options().dtype(compute_dtype(call.x->scalar_type())));
   }
-  const Tensor& like = call.wider();
-  return {empty_contiguous(like), call.residual ? empty_contiguous(like) : Tensor(), stats};
+  return {call.quantized ? Tensor() : empty_contiguous(like),
+          call.residual ? empty_contiguous(like) : Tensor(), stats};
 }
 
 Three run(const Call& call, bool wants_stats) { return run_into(call, outputs(call, wants_stats)); }
 
-Three run_into(const Call& call, Three to) {
+Three run_into(const Call& call, Three to, const Two& quantized) {
   auto& [y, sum, stats] = to;
-  if (y.numel() == 0) return {y, sum, stats};
-  const int64_t columns =
-      c10::multiply_integers(y.sizes().slice(y.dim() - static_cast<int64_t>(call.shape.size())));
-  const int64_t rows = y.numel() / columns;
+  const auto& [fp8, scale] = quantized;
+  const Tensor& like = call.wider();
+  if (like.numel() == 0) return to;
+  const int64_t columns = c10::multiply_integers(
+      like.sizes().slice(like.dim() - static_cast<int64_t>(call.shape.size())));
+  const int64_t rows = like.numel() / columns;
   const RowsView x = view_as_rows(call.wider(), rows, columns);
   const RowsView residual = call.residual ? view_as_rows(call.narrower(), rows, columns) : x;
   const Tensor weight = contiguous(call.weight);
   const Tensor bias = contiguous(call.bias);
-  const Tensor& parameter = weight.defined() ? weight : bias.defined() ? bias : y;
+  const Tensor& parameter = weight.defined() ? weight : bias.defined() ? bias : like;
   Norm arguments{};
   arguments.x = x.tensor->const_data_ptr();
   arguments.residual = call.residual ? residual.tensor->const_data_ptr() : nullptr;
   arguments.weight = data(weight);
   arguments.bias = data(bias);
-  arguments.y = y.data_ptr();
+  if (y.defined()) arguments.y = y.data_ptr();
+  if (fp8.defined()) {
+    arguments.data = static_cast<uint8_t*>(fp8.data_ptr());
+    arguments.scale = scale.data_ptr<float>();
+  }
   arguments.sum = call.residual ? sum.data_ptr() : nullptr;
   if (stats.defined()) {
     arguments.rstd = rstd_of(stats, rows);
     if (call.centered) arguments.mean = stats.data_ptr();
   }
-  arguments.dtype = dtype_of(y);
+  arguments.dtype = dtype_of(like);
   arguments.residual_dtype = dtype_of(*residual.tensor);
   arguments.weight_dtype = dtype_of(parameter);
   arguments.centered = call.centered;
@@ -87,10 +102,10 @@ Three run_into(const Call& call, Three to) {
   arguments.x_row_stride = x.stride;
   arguments.residual_row_stride = residual.stride;
   launch_allocating(
-      call.op(), y, rows, std::max<int64_t>(1, kElementwiseGrain / columns),
+      call.op(), like, rows, std::max<int64_t>(1, kElementwiseGrain / columns),
       [&](Allocate allocate, auto stream) { return cuda::norm(arguments, allocate, stream); },
       [&](int64_t begin, int64_t end) { return cpu::norm(arguments, begin, end); });
-  return {y, sum, stats};
+  return to;
 }
 
 Two Forward::meta(const Arguments& call) {

@@ -30,23 +30,9 @@ Tensor composite_norm(const Tensor& z, int64_t dims, const Tensor& weight, const
   return y;
 }
 
-namespace {
-
-Two composite(const Call& call) {
-  outputs(call, /*wants_stats=*/false);  // checks
-  const at::ScalarType dtype = call.wider().scalar_type();
-  const Tensor sum = call.residual ? *call.x + *call.residual : Tensor();
-  const Tensor z = (call.residual ? sum : *call.x).to(compute_dtype(dtype));
-  const Tensor y =
-      composite_norm(z, static_cast<int64_t>(call.shape.size()), tensor_or_undefined(call.weight),
-                     tensor_or_undefined(call.bias), call.eps, call.offset, call.centered,
-                     call.round == NormRounding::input ? dtype : z.scalar_type());
-  return {y.to(dtype), sum};
-}
-
-/// Computes and records y and, with a residual, the sum. Saves z (x or the sum), the statistics of
-/// each row and the weight. No gradient depends on the values of the bias.
-Two recorded(const Below& below, const Call& call) {
+/// Saves z (x or the sum), the statistics of each row and the weight. No gradient depends on the
+/// values of the bias.
+Two record_norm(const Call& call, const Tensor& y, const Tensor& sum, const Tensor& stats) {
   const Tensor weight = tensor_or_undefined(call.weight);
   const Tensor bias = tensor_or_undefined(call.bias);
   const at::ScalarType bias_dtype = bias.defined() ? bias.scalar_type() : at::ScalarType::Undefined;
@@ -80,14 +66,12 @@ Two recorded(const Below& below, const Call& call) {
     return found;
   };
   if (!call.residual) {
-    auto [y, stats] = below.call<Forward>(call);
     return {record(call.op(), {*call.x, weight, bias}, y, keep(*call.x, stats, weight),
                    [=](const Incoming& in, const Kept<3>& kept) {
                      return gradients(in, Tensor(), kept, {in.wants(0), in.wants(1), in.wants(2)});
                    }),
             Tensor()};
   }
-  auto [y, sum, stats] = below.call<AddForward>(call);
   return record(call.op(), {*call.x, *call.residual, weight, bias}, Two{y, sum},
                 keep(sum, stats, weight), [=](const Incoming& in, const Kept<3>& kept) {
                   // x and residual have the same gradient, which autograd casts to the dtype of
@@ -97,6 +81,30 @@ Two recorded(const Below& below, const Call& call) {
                       in, in[1], kept, {in.wants(0) || in.wants(1), in.wants(2), in.wants(3)});
                   return variable_list{found[0], found[0], found[1], found[2]};
                 });
+}
+
+namespace {
+
+Two composite(const Call& call) {
+  outputs(call, /*wants_stats=*/false);  // checks
+  const at::ScalarType dtype = call.wider().scalar_type();
+  const Tensor sum = call.residual ? *call.x + *call.residual : Tensor();
+  const Tensor z = (call.residual ? sum : *call.x).to(compute_dtype(dtype));
+  const Tensor y =
+      composite_norm(z, static_cast<int64_t>(call.shape.size()), tensor_or_undefined(call.weight),
+                     tensor_or_undefined(call.bias), call.eps, call.offset, call.centered,
+                     call.round == NormRounding::input ? dtype : z.scalar_type());
+  return {y.to(dtype), sum};
+}
+
+/// Computes and records y and, with a residual, the sum.
+Two recorded(const Below& below, const Call& call) {
+  if (call.residual) {
+    const auto [y, sum, stats] = below.call<AddForward>(call);
+    return record_norm(call, y, sum, stats);
+  }
+  const auto [y, stats] = below.call<Forward>(call);
+  return record_norm(call, y, Tensor(), stats);
 }
 
 /// An op without a residual.

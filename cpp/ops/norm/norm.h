@@ -1,7 +1,8 @@
 #pragma once
 
-// Declarations shared by kernel.cpp (checks, kernels), norm.cpp (the four ops, derivatives) and
-// written.cpp (the forms that write into given tensors).
+// Declarations shared by kernel.cpp (checks, kernels), norm.cpp (the four ops, derivatives),
+// quantized.cpp (their forms with a result in E4M3) and written.cpp (the forms that write into
+// given tensors).
 
 #include "detail/normalized_shape.h"
 #include "torchkiln/torch/op.h"
@@ -45,6 +46,7 @@ struct Call {
   NormRounding round;
   bool centered;  // layer norm; else RMS norm
   bool in_place = false;
+  bool quantized = false;  // y is written in E4M3
 
   /// Whether the residual is float32 and x half precision. The kernels add the narrower of the two
   /// to the wider one; the results have the wider dtype.
@@ -56,6 +58,8 @@ struct Call {
   const Tensor& narrower() const { return residual_is_wider() ? x : *residual; }
 
   const char* op() const {
+    if (quantized && residual) return centered ? "add_layer_norm_fp8" : "add_rms_norm_fp8";
+    if (quantized) return centered ? "layer_norm_fp8" : "rms_norm_fp8";
     if (in_place) return centered ? "add_layer_norm_" : "add_rms_norm_";
     if (residual) return centered ? "add_layer_norm" : "add_rms_norm";
     return centered ? "layer_norm" : "rms_norm";
@@ -65,15 +69,21 @@ struct Call {
 /// Checks the arguments.
 void check(const Call& call);
 
-/// Checks the arguments and returns uninitialised outputs: y; x + residual (undefined without a
-/// residual); the statistics of each row for backward (undefined unless wanted), one tensor
-/// [2 or 1, leading sizes of x] with mean and rstd for layer norm, rstd for RMS norm.
+/// Checks the arguments and returns uninitialised outputs: y (undefined if quantised); x + residual
+/// (undefined without a residual); the statistics of each row for backward (undefined unless
+/// wanted), one tensor [2 or 1, leading sizes of x] with mean and rstd for layer norm, rstd for RMS
+/// norm.
 Three outputs(const Call& call, bool wants_stats);
 
 /// Computes the outputs.
 Three run(const Call& call, bool wants_stats);
-/// Computes the outputs into contiguous tensors `to`; y may be x, and the sum the residual.
-Three run_into(const Call& call, Three to);
+/// Computes the outputs into contiguous tensors `to`; y may be x, and the sum the residual. A
+/// quantised y is written to `quantized`: data and scale.
+Three run_into(const Call& call, Three to, const Two& quantized = {});
+
+/// Records y, or the tensor that stands for a quantised one, and x + residual, undefined without a
+/// residual. `stats` are those of outputs().
+Two record_norm(const Call& call, const Tensor& y, const Tensor& sum, const Tensor& stats);
 
 /// (z - mean) * rstd * (weight + offset) + bias over the last `dims` dimensions, with torch's own
 /// ops, in the dtype of `z`. (z - mean) * rstd is rounded to `rounded`; the derivatives are those

@@ -17,13 +17,6 @@ using c10::SymInt;
 
 constexpr int64_t kScalesPerStep = 4;  // rows of squares have a multiple of as many scales
 
-void check_source(const char* op, const char* name, const Tensor& x) {
-  check_tensor(op, name, x);
-  const at::ScalarType dtype = x.scalar_type();
-  TORCH_CHECK(dtype == at::kFloat || is_half(dtype), "torchkiln.", op, ": ", name, ": got dtype ",
-              dtype_name(dtype), ", expected one of float32, float16, bfloat16");
-}
-
 void check_fp8(const char* op, const char* data_name, const Tensor& data, const char* scale_name,
                const Tensor& scale) {
   check_tensors(op, {{data_name, data}, {scale_name, scale}});
@@ -98,13 +91,27 @@ void run(const char* op, const Tensor& x, const Tensor& x_scale, bool square, co
       [&](int64_t begin, int64_t end) { return cpu::quantize(p, begin, end); });
 }
 
-/// The outputs for x, which has at least one dimension, as a transposed matrix.
-Two empty_transposed(const Tensor& x) {
-  const std::array<SymInt, 2> shape{x.sym_size(-1), rows_of(x)};
-  return {empty_data(shape, x), empty_scale(shape, x)};
+}  // namespace
+
+void check_source(const char* op, const char* name, const Tensor& x) {
+  check_tensor(op, name, x);
+  const at::ScalarType dtype = x.scalar_type();
+  TORCH_CHECK(dtype == at::kFloat || is_half(dtype), "torchkiln.", op, ": ", name, ": got dtype ",
+              dtype_name(dtype), ", expected one of float32, float16, bfloat16");
 }
 
-}  // namespace
+Two empty_quantized(c10::SymIntArrayRef shape, const Tensor& like) {
+  return {empty_data(shape, like), empty_scale(shape, like)};
+}
+
+Two empty_transposed(const Tensor& x) {
+  return empty_quantized(std::array<SymInt, 2>{x.sym_size(-1), rows_of(x)}, x);
+}
+
+Tensor stand_in(c10::SymIntArrayRef shape, const Tensor& like) {
+  const c10::SymDimVector strides(shape.size(), 0);
+  return at::empty_strided_symint(shape, strides, like.options());
+}
 
 void check_quantized_rows(const char* op, const char* data_name, const Tensor& data,
                           const char* scale_name, const Tensor& scale) {
@@ -118,7 +125,7 @@ void check_quantized_rows(const char* op, const char* data_name, const Tensor& d
 Two QuantizeOp::meta(const Tensor& x) {
   check_source("quantize", "x", x);
   check_not_0_dim("quantize", "x", x);
-  return {empty_data(x.sym_sizes(), x), empty_scale(x.sym_sizes(), x)};
+  return empty_quantized(x.sym_sizes(), x);
 }
 
 Two QuantizeOp::kernel(const Tensor& x) {
@@ -130,8 +137,7 @@ Two QuantizeOp::kernel(const Tensor& x) {
 Four BothOp::meta(const Tensor& x) {
   check_source("quantize_both", "x", x);
   check_not_0_dim("quantize_both", "x", x);
-  return std::tuple_cat(Two{empty_data(x.sym_sizes(), x), empty_scale(x.sym_sizes(), x)},
-                        empty_transposed(x));
+  return std::tuple_cat(empty_quantized(x.sym_sizes(), x), empty_transposed(x));
 }
 
 Four BothOp::kernel(const Tensor& x) {

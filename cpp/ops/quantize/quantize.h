@@ -5,6 +5,7 @@
 // are laid out as at::_scaled_mm_v2() reads them: those of a block column of rows are adjacent;
 // those of a row of squares are, too, with zeros up to a multiple of 4.
 
+#include "gated.h"
 #include "torchkiln/torch/checks.h"
 #include "torchkiln/torch/op.h"
 
@@ -12,6 +13,7 @@ namespace torchkiln::quantize_ops {
 
 using at::Tensor;
 using Two = std::tuple<Tensor, Tensor>;
+using Three = std::tuple<Tensor, Tensor, Tensor>;
 using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 inline constexpr at::ScalarType kFp8 = at::kFloat8_e4m3fn;
@@ -87,6 +89,40 @@ struct ProductOp {
                        const Tensor& b_scale, bool square, const MaybeTensor& bias,
                        at::ScalarType dtype);
 };
+
+/// act(gate) * up in E4M3, for two tensors or the halves of one: (data, scale, the tensor that
+/// stands for the result).
+struct GatedOp {
+  static constexpr const char* kSchema =
+      "torchkiln::_gated_fp8(Tensor gate, Tensor? up, str act) -> (Tensor, Tensor, Tensor)";
+  static Three meta(const Tensor& gate, const MaybeTensor& up, Gate act);
+  static Three kernel(const Tensor& gate, const MaybeTensor& up, Gate act);
+  static Three composite(const Tensor& gate, const MaybeTensor& up, Gate act);
+  static Three recorded(const Below& below, const Tensor& gate, const MaybeTensor& up, Gate act);
+};
+
+/// BothOp of the gradient of packed rows, the halves of which are gate and up. That gradient is not
+/// written in floating point.
+struct GatedGradientOp {
+  static constexpr const char* kSchema =
+      "torchkiln::_gated_fp8_backward(Tensor grad, Tensor packed, str act) -> "
+      "(Tensor, Tensor, Tensor, Tensor)";
+  static Four meta(const Tensor& grad, const Tensor& packed, Gate act);
+  static Four kernel(const Tensor& grad, const Tensor& packed, Gate act);
+};
+
+/// Checks that x has a dtype that is quantised.
+void check_source(const char* op, const char* name, const Tensor& x);
+
+/// Uninitialised E4M3 data of this shape, and scales of its rows.
+Two empty_quantized(c10::SymIntArrayRef shape, const Tensor& like);
+
+/// empty_quantized() for x, which has at least one dimension, as a transposed matrix.
+Two empty_transposed(const Tensor& x);
+
+/// The tensor that stands for a result that exists in E4M3 only: autograd gives it the gradient of
+/// that result. Its elements share one uninitialised element of memory.
+Tensor stand_in(c10::SymIntArrayRef shape, const Tensor& like);
 
 /// Checks that `data` is E4M3 with a scale for 128 elements of each of its rows.
 void check_quantized_rows(const char* op, const char* data_name, const Tensor& data,

@@ -8,6 +8,7 @@
 
 #include "backward_plans.h"
 #include "slab_plan.h"
+#include "torchkiln/kernels/quantize.h"
 
 namespace torchkiln::cuda {
 
@@ -90,6 +91,19 @@ inline NormPlan choose(const Norm& p, Alignment alignment, const Device& device)
   return SplitNormPlan{
       make_part_plan(p.rows, p.columns, vector_lanes(p.dtype), vectors, kNormPartBlocks, device),
       alignment};
+}
+
+/// The plan that also quantises: rows of whole vectors in a team, whose adjacent lanes hold each
+/// 128 elements. With kManyItems a thread would spill, so that long rows take a cluster.
+inline std::optional<OnePassPlan> plan_quantized(const Norm& p, const Device& device) {
+  const NormPlan plan = choose(p, alignment_of_rows(p), device);
+  const auto* const one_pass = std::get_if<OnePassPlan>(&plan);
+  if (one_pass == nullptr || one_pass->alignment != Alignment::vector) return std::nullopt;
+  const int lanes = vector_lanes(p.dtype);
+  const auto rows = make_row_plan(ceil_div(p.columns, lanes), kScaledElements / lanes,
+                                  /*streams=*/2, kRowThreads, device);
+  if (!rows) return std::nullopt;
+  return OnePassPlan{*rows, Alignment::vector};
 }
 
 namespace norm_gradients {

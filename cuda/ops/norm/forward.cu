@@ -14,6 +14,8 @@
 //
 // The slabs of forward and backward share slab_plan.h, slab_ring.cuh and slab_columns.cuh; slabs
 // and parts share forward_moments.cuh.
+//
+// Rows of whole vectors in one pass are also quantised; of other rows, y is written and read again.
 
 #include "launch.cuh"
 #include "torchkiln/device/launch.cuh"
@@ -28,11 +30,35 @@ Status launch(const Norm& p, const OnePassPlan& plan, Allocate, CUstream_st* str
   });
 }
 
+/// Writes y to temporary memory, and quantises it.
+Status launch_and_quantize(const Norm& p, Allocate allocate, CUstream_st* stream) {
+  Norm plain = p;
+  plain.data = nullptr;
+  plain.scale = nullptr;
+  plain.y = allocate(static_cast<size_t>(p.rows * p.columns) * size_of(p.dtype));
+  const Status status = norm(plain, allocate, stream);
+  if (!status.ok()) return status;
+  Quantize result{};
+  result.x = plain.y;
+  result.dtype = p.dtype;
+  result.rows = p.rows;
+  result.columns = result.stride = p.columns;
+  result.data = p.data;
+  result.scale = p.scale;
+  result.scale_stride = p.rows;
+  return quantize(result, stream);
+}
+
 }  // namespace
 
 Status norm(const Norm& p, Allocate allocate, CUstream_st* stream) {
   if (p.rows == 0 || p.columns == 0) return {};
   if (p.columns > kMaxColumns) return {kTooLong};
+  if (p.data != nullptr) {
+    const auto quantized = plan_quantized(p, current_device());
+    return quantized ? launch(p, *quantized, allocate, stream)
+                     : launch_and_quantize(p, allocate, stream);
+  }
   const NormPlan plan = choose(p, alignment_of_rows(p), current_device());
   return std::visit([&](const auto& chosen) { return launch(p, chosen, allocate, stream); }, plan);
 }

@@ -22,7 +22,11 @@
 // Half precision saves a pass over the elements. It takes q and s around the mean of one vector, at
 // a distance d from c, then subtracts n d^2 from q and moves c by d = s / n. The variance of the
 // warp is at least about d^2 / n, so the relative error is at most about n rounding errors.
+//
+// A quantised result replaces the row in the registers: adjacent lanes have adjacent vectors, so
+// that the lanes of a warp share the scales (detail/fp8/block.cuh).
 
+#include "detail/fp8/block.cuh"
 #include "forward_common.cuh"
 #include "launch.cuh"
 
@@ -46,9 +50,16 @@ __device__ __forceinline__ void prefetch_parameters(const Norm& p, const Tile& t
   }
 }
 
+/// Whether a quantised result is written from this tile: whole vectors, which make up the blocks.
+template <class Tile>
+inline constexpr bool kQuantizes = false;
+template <class T, int kItems>
+inline constexpr bool kQuantizes<RowTile<RowVectors<T, kVectorLanes<T>, true>, kItems>> =
+    sizeof(T) <= 4;
+
 /// A team reads a row into registers, computes mean and variance, and writes the result. W: the
 /// type of weight and, for layer norm, bias; void if one of them is missing.
-template <class Tile, class W, bool kCentered>
+template <class Tile, class W, bool kCentered, bool kQuantized>
 __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Tile>)
     norm_rows(Norm p, TeamShape shape) {
   using T = typename Tile::T;
@@ -228,30 +239,55 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Tile>)
       z[i] *= weight[i];
       if constexpr (kCentered) z[i] += bias[i];
     }
-    tile.save(inside, static_cast<T*>(p.y) + row * p.columns, k, z);
+    if constexpr (kQuantized) {
+      const bool has = tile.has_any(k);
+#pragma unroll
+      for (int i = 0; i < kLanes; ++i) items[k].lane[i] = convert<T>(has ? z[i] : C(0));
+    } else {
+      tile.save(inside, static_cast<T*>(p.y) + row * p.columns, k, z);
+    }
+  }
+  if constexpr (kQuantized) {
+    force_reconversion(items);
+    fp8::quantize_vectors(items, [&](int k, const auto& bytes, float scale) {
+      if (!tile.has_any(k)) return;
+      const int column = tile.column(k);
+      using Bytes = std::decay_t<decltype(bytes)>;
+      *reinterpret_cast<Bytes*>(p.data + row * p.columns + column) = bytes;
+      if (column % kScaledElements == 0) p.scale[column / kScaledElements * p.rows + row] = scale;
+    });
   }
 }
 
-template <class Tile, class W>
+template <class Tile, class W, bool kQuantized>
 Status launch_one_pass(const Norm& p, const TeamShape& team, CUstream_st* stream) {
   Grid grid;
   const Status status = make_grid(team, p.rows, grid);
   if (!status.ok()) return status;
-  return p.centered ? launch_overlapped(norm_rows<Tile, W, true>, grid, stream, p, team)
-                    : launch_overlapped(norm_rows<Tile, W, false>, grid, stream, p, team);
+  return p.centered
+             ? launch_overlapped(norm_rows<Tile, W, true, kQuantized>, grid, stream, p, team)
+             : launch_overlapped(norm_rows<Tile, W, false, kQuantized>, grid, stream, p, team);
+}
+
+template <class Tile, bool kQuantized>
+Status launch_with_parameters(const Norm& p, const TeamShape& team, CUstream_st* stream) {
+  if (p.weight == nullptr || (p.centered && p.bias == nullptr))
+    return launch_one_pass<Tile, void, kQuantized>(p, team, stream);
+  return with_parameter_type<typename Tile::T>(p.weight_dtype, [&](auto parameter) {
+    using W = typename decltype(parameter)::type;
+    return launch_one_pass<Tile, W, kQuantized>(p, team, stream);
+  });
 }
 
 }  // namespace
 
 template <class T>
 Status NormForwardByDtype<T>::launch(const Norm& p, const OnePassPlan& plan, CUstream_st* stream) {
-  const bool lacks_parameters = p.weight == nullptr || (p.centered && p.bias == nullptr);
   return with_tile<T>(plan.alignment, plan.rows, [&](auto tag, const TeamShape& team) {
     using Tile = typename decltype(tag)::type;
-    if (lacks_parameters) return launch_one_pass<Tile, void>(p, team, stream);
-    return with_parameter_type<T>(p.weight_dtype, [&](auto parameter) {
-      return launch_one_pass<Tile, typename decltype(parameter)::type>(p, team, stream);
-    });
+    if constexpr (kQuantizes<Tile>)
+      if (p.data != nullptr) return launch_with_parameters<Tile, true>(p, team, stream);
+    return launch_with_parameters<Tile, false>(p, team, stream);
   });
 }
 

@@ -4,7 +4,7 @@
 // of each row, so that a row is loaded in one 256-byte access (half precision) and stored in one of
 // 128 bytes. The scales of a patch are adjacent.
 
-#include "cast.cuh"
+#include "detail/fp8/block.cuh"
 #include "torchkiln/device/launch.cuh"
 #include "torchkiln/kernels/quantize.h"
 
@@ -14,13 +14,47 @@ inline constexpr int kThreads = 256;
 inline constexpr int kSide = 8;                         // columns of a lane
 inline constexpr int kLanes = kScaledElements / kSide;  // lanes of a patch
 inline constexpr int kPatches = kThreads / kLanes;      // patches of a block
-inline constexpr unsigned kAllLanes = 0xffffffff;
 
-/// The elements of a lane: of a source of type Source, which has scales if it is E4M3.
-template <class Source, int kRows>
-struct Patch {
+/// Reads the elements of a matrix in memory, of type Source_; E4M3 has scales.
+template <class Source_>
+struct FromMemory {
+  using Source = Source_;
   static constexpr bool kScaled = std::is_same_v<Source, Fp8>;
   using T = std::conditional_t<kScaled, __half, Source>;
+  using Loaded = Vec<T, kSide>;
+  static constexpr int kRowsAtOnce = kSide;  // whose loads are issued before the first use
+
+  /// The vector at a row and column; elements that are not `inside` the matrix are 0.
+  template <bool aligned>
+  __device__ __forceinline__ Loaded load(const Quantize& p, int64_t row, int64_t column,
+                                         bool inside) const {
+    const Source* const from = static_cast<const Source*>(p.x) + row * p.stride + column;
+    Vec<Source, kSide> found{};
+    if constexpr (aligned) {
+      if (inside) found = device::load_vector<kSide>(from);
+    } else {
+#pragma unroll
+      for (int c = 0; c < kSide; ++c)
+        if (inside && column + c < p.columns) found.lane[c] = from[c];
+    }
+    if constexpr (kScaled) {
+      return to_half(found);
+    } else {
+      return found;
+    }
+  }
+  __device__ __forceinline__ const Loaded& finish(const Loaded& loaded, int64_t) const {
+    return loaded;
+  }
+  /// The number of the tile along a row that is computed at this place of the order.
+  __device__ __forceinline__ int64_t tile_at(int64_t place, int64_t) const { return place; }
+};
+
+/// The elements of a lane, from a reader such as FromMemory.
+template <class Reader, int kRows>
+struct Patch {
+  static constexpr bool kScaled = Reader::kScaled;
+  using T = typename Reader::T;
 
   Vec<T, kSide> row[kRows];
   float factor[kScaled ? kRows : 1];
@@ -45,26 +79,22 @@ struct Patch {
 
   /// Loads the elements that begin at (first_row, column); those beyond the matrix are 0.
   template <bool aligned>
-  __device__ __forceinline__ void load(const Quantize& p, int64_t first_row, int64_t column) {
+  __device__ __forceinline__ void load(const Reader& reader, const Quantize& p, int64_t first_row,
+                                       int64_t column) {
+    constexpr int kStep = Reader::kRowsAtOnce < kRows ? Reader::kRowsAtOnce : kRows;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const int64_t at_row = first_row + r;
-      const bool inside = at_row < p.rows && column < p.columns;
-      const Source* const from = static_cast<const Source*>(p.x) + at_row * p.stride + column;
-      Vec<Source, kSide> found{};
-      if constexpr (aligned) {
-        if (inside) found = device::load_vector<kSide>(from);
-      } else {
+    for (int first = 0; first < kRows; first += kStep) {
+      typename Reader::Loaded loaded[kStep];
 #pragma unroll
-        for (int c = 0; c < kSide; ++c)
-          if (inside && column + c < p.columns) found.lane[c] = from[c];
+      for (int i = 0; i < kStep; ++i) {
+        const int64_t at_row = first_row + first + i;
+        const bool inside = at_row < p.rows && column < p.columns;
+        loaded[i] = reader.template load<aligned>(p, at_row, column, inside);
+        if constexpr (kScaled)
+          factor[first + i] = inside ? p.x_scale[column / kScaledElements * p.rows + at_row] : 1.0f;
       }
-      if constexpr (kScaled) {
-        row[r] = to_half(found);
-        factor[r] = inside ? p.x_scale[column / kScaledElements * p.rows + at_row] : 1.0f;
-      } else {
-        row[r] = found;
-      }
+#pragma unroll
+      for (int i = 0; i < kStep; ++i) row[first + i] = reader.finish(loaded[i], column);
     }
   }
 
@@ -87,29 +117,9 @@ struct Patch {
   }
 };
 
-/// Whether any of these magnitudes is infinite.
-template <int kCount>
-__device__ __forceinline__ bool any_infinite(const float (&magnitudes)[kCount]) {
-  float most = 0;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) most = fmaxf(most, magnitudes[i]);
-  return __float_as_uint(most) == kInfinity;
-}
-
-/// Replaces each value by the largest one among the lanes of the patch.
-template <int kCount>
-__device__ __forceinline__ void largest_of_patch(float (&values)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-#pragma unroll
-    for (int step = kLanes / 2; step > 0; step /= 2)
-      values[i] = fmaxf(values[i], __shfl_xor_sync(kAllLanes, values[i], step));
-  }
-}
-
 /// Stores the rows of a patch and, unless the matrix has square blocks, their scales.
-template <bool aligned, class Source, int kRows>
-__device__ __forceinline__ void store_rows(const Quantize& p, const Patch<Source, kRows>& patch,
+template <bool aligned, class Reader, int kRows>
+__device__ __forceinline__ void store_rows(const Quantize& p, const Patch<Reader, kRows>& patch,
                                            const float (&magnitude)[kRows], bool infinite,
                                            int64_t first_row, int64_t column) {
   const int lane = static_cast<int>(threadIdx.x) % kLanes;

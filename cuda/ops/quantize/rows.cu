@@ -1,46 +1,16 @@
-// Rows in E4M3 with a scale for each 128 elements: one read of x, no shared memory. tiles.cu also
-// writes the transposed matrix.
+// Rows of a matrix in memory, in E4M3.
+
+#include "rows.cuh"
 
 #include "kernels.cuh"
-#include "patch.cuh"
 
 namespace torchkiln::fp8 {
-namespace {
-
-/// Rows of a patch. With 8, a thread needs 164 registers, so that one block runs per SM.
-constexpr int kRows = 4;
-
-/// A patch per 16 lanes. Adjacent patches of a block are next to each other in the rows: a block
-/// reads 2048 adjacent elements of each of its rows.
-template <class Source, bool aligned>
-__global__ void __launch_bounds__(kThreads) quantize_rows(Quantize p) {
-  device::wait_for_previous_kernel();
-  const int64_t blocks = p.column_blocks();
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kPatches + threadIdx.x / kLanes;
-  const int64_t first_row = index / blocks * kRows;
-  const int64_t column = index % blocks * kScaledElements + threadIdx.x % kLanes * kSide;
-  Patch<Source, kRows> patch;
-  patch.template load<aligned>(p, first_row, column);
-  float magnitude[kRows], unused[kSide];
-  patch.template magnitudes<false>(false, magnitude, unused);
-  const bool infinite = __any_sync(kAllLanes, any_infinite(magnitude));
-  if (infinite) patch.template magnitudes<false>(true, magnitude, unused);
-  patch.drop_converted();
-  largest_of_patch(magnitude);
-  store_rows<aligned>(p, patch, magnitude, infinite, first_row, column);
-}
-
-}  // namespace
 
 Status launch_rows(const Quantize& p, bool aligned, cudaStream_t stream) {
-  const int64_t patches = device::ceil_div(p.rows, kRows) * p.column_blocks();
-  const int64_t blocks = device::ceil_div(patches, kPatches);
-  if (blocks > device::kMaxGridX) return {"x has too many elements"};
-  const device::Grid grid{dim3(static_cast<unsigned>(blocks)), dim3(kThreads)};
   return dispatch<float, __half, __nv_bfloat16>(p.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    return device::launch_overlapped(aligned ? &quantize_rows<T, true> : &quantize_rows<T, false>,
-                                     grid, stream, p);
+    const FromMemory<typename decltype(tag)::type> reader;
+    return aligned ? launch_rows_of<true>(reader, p, stream)
+                   : launch_rows_of<false>(reader, p, stream);
   });
 }
 

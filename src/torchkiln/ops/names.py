@@ -11,7 +11,14 @@ ALIASES = {"spmm": "spmm_csr"}
 QUANTISING = ("quantize", "quantize_both", "quantize_weight", "transpose_quantized", "dequantize")
 """Functions between floating point and E4M3; tests/ops/test_quantize.py compares their bits."""
 
-OTHER_FUNCTIONS = {"addcmul", "conv_bn_act", "csr_transpose", *QUANTISING, *ALIASES}
+PRODUCERS = (
+    *("layer_norm_fp8", "rms_norm_fp8", "add_layer_norm_fp8", "add_rms_norm_fp8"),
+    *("swiglu_fp8", "geglu_fp8", "gated_linear_fp8"),
+)
+"""Ops with a result in E4M3; tests/ops/test_fp8_norms.py and test_fp8_gates.py compare them with
+the op of the plain result and :data:`QUANTISING`."""
+
+OTHER_FUNCTIONS = {"addcmul", "conv_bn_act", "csr_transpose", *QUANTISING, *PRODUCERS, *ALIASES}
 """Public functions that are not ops with a spec."""
 
 UNLISTED = {"gated": ("geglu_tanh",), "matmul": ("matmul",), "spmm": ("spmm_csr",)}

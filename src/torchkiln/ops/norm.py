@@ -8,6 +8,7 @@ from torch import Tensor
 from torchkiln import _C
 from torchkiln.ops._traced import check_no_gradient
 from torchkiln.ops.eager import eager
+from torchkiln.ops.quantize import Quantized
 from torchkiln.typing import Rounding
 
 
@@ -210,3 +211,98 @@ def add_rms_norm_(
         x, residual, as_sizes(normalized_shape), weight, eps, offset=offset, round=round
     )
     return x, residual
+
+
+def layer_norm_fp8(
+    x: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    offset: float = 0.0,
+    round: Rounding = "once",
+) -> Quantized:
+    """Returns ``quantize(layer_norm(x))`` in one pass, as :func:`rms_norm_fp8` does.
+
+    The arguments are those of :func:`layer_norm`.
+    """
+    return Quantized(
+        *torch.ops.torchkiln.layer_norm_fp8.default(
+            x, as_sizes(normalized_shape), weight, bias, eps, offset=offset, round=round
+        )
+    )
+
+
+def rms_norm_fp8(
+    x: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    offset: float = 0.0,
+    round: Rounding = "once",
+) -> Quantized:
+    """Returns ``quantize(rms_norm(x))`` in one pass, for :func:`linear_fp8`.
+
+    The norm is rounded to the dtype of ``x`` before it is quantised. A CPU gives the bits of the
+    two functions; on a GPU the norm before this rounding may differ in its last bit. The gradient
+    passes straight through to :func:`rms_norm`, whose backward this is. Rows that are not whole
+    16-byte vectors, or that no team of threads holds, take two passes on a GPU.
+
+    Args:
+        x: ``[..., columns]``; float32, float16 or bfloat16.
+        normalized_shape: ``columns``: scales are of 128 elements of the last dimension.
+        weight: as for :func:`rms_norm`.
+        eps: as for :func:`rms_norm`.
+        offset: as for :func:`rms_norm`.
+        round: as for :func:`rms_norm`.
+    """
+    return Quantized(
+        *torch.ops.torchkiln.rms_norm_fp8.default(
+            x, as_sizes(normalized_shape), weight, eps, offset=offset, round=round
+        )
+    )
+
+
+def add_layer_norm_fp8(  # noqa: PLR0917
+    x: Tensor,
+    residual: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    offset: float = 0.0,
+    round: Rounding = "once",
+) -> tuple[Quantized, Tensor]:
+    """Returns ``(quantize(layer_norm(total)), total)`` with ``total = x + residual``, in one pass.
+
+    The norm is quantised as by :func:`rms_norm_fp8`; the sum stays in its dtype. The arguments are
+    those of :func:`add_layer_norm`.
+    """
+    *quantized, total = torch.ops.torchkiln.add_layer_norm_fp8.default(
+        x, residual, as_sizes(normalized_shape), weight, bias, eps, offset=offset, round=round
+    )
+    return Quantized(*quantized), total
+
+
+def add_rms_norm_fp8(
+    x: Tensor,
+    residual: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    offset: float = 0.0,
+    round: Rounding = "once",
+) -> tuple[Quantized, Tensor]:
+    """Returns ``(quantize(rms_norm(total)), total)`` with ``total = x + residual``, in one pass.
+
+    The norm is quantised as by :func:`rms_norm_fp8`; the sum stays in its dtype. The arguments are
+    those of :func:`add_rms_norm`.
+    """
+    *quantized, total = torch.ops.torchkiln.add_rms_norm_fp8.default(
+        x, residual, as_sizes(normalized_shape), weight, eps, offset=offset, round=round
+    )
+    return Quantized(*quantized), total

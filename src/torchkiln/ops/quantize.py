@@ -1,12 +1,13 @@
 """E4M3 tensors with scales that are powers of two, and the linear layer that multiplies them."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import _register_namedtuple
 
 from torchkiln import _C
+from torchkiln.ops.activation import is_tanh
 from torchkiln.ops.eager import eager
 
 
@@ -20,7 +21,8 @@ class Quantized(NamedTuple):
     memory, as torch's scaled product reads them."""
     source: Tensor | None = None
     """The tensor that was quantised, if it requires a gradient: :func:`linear_fp8` passes the
-    gradient of the product to it."""
+    gradient of the product to it. If it was never written, as by :func:`rms_norm_fp8`, a tensor of
+    its shape and dtype that stands for it: without memory, its values are undefined."""
 
 
 class QuantizedWeight(NamedTuple):
@@ -180,6 +182,61 @@ def _linear_fp8(  # noqa: PLR0917
         weight_transposed,
         weight_transposed_scale,
     )
+
+
+def gated_linear_fp8(
+    x: Tensor | Quantized,
+    weight: Tensor,
+    act: Literal["silu", "gelu", "gelu_tanh"] = "silu",
+    *,
+    quantized: QuantizedWeight | None = None,
+) -> Quantized:
+    """Returns ``quantize(act(gate) * up)`` for ``[gate, up] = linear_fp8(x, weight)``.
+
+    The first half of a feed-forward layer; :func:`linear_fp8` of the result is the second.
+    Backward writes the gradients of gate and up in E4M3 only, in both orientations, from one read
+    of gate, up and the gradient of the result, and computes the two products of :func:`linear_fp8`.
+    Gate and up are kept in the dtype of the result.
+
+    Args:
+        x: as for :func:`linear_fp8`.
+        weight: ``[2 * n, k]``: the rows of gate, then those of up.
+        act: the activation.
+        quantized: :func:`quantize_weight` of ``weight``, which forward and backward then use.
+    """
+    prepared = (None, None, None, None) if quantized is None else quantized
+    data, scale, source = (
+        (x.data, x.scale, x.source) if isinstance(x, Quantized) else (x, None, None)
+    )
+    found = torch.ops.torchkiln.gated_linear_fp8.default(
+        data, weight, act, scale, source, *prepared
+    )
+    return Quantized(*found)
+
+
+def swiglu_fp8(gate: Tensor, up: Tensor | None = None) -> Quantized:
+    """Returns ``quantize(swiglu(gate, up))`` in one pass, for :func:`linear_fp8`.
+
+    The gate is rounded to its dtype before it is quantised: the bits are those of the two
+    functions. The gradient passes straight through to :func:`swiglu`. Rows that are not whole
+    vectors of 8 elements from a 16-byte boundary on take two passes on a GPU.
+
+    Args:
+        gate: as for :func:`swiglu`; float32, float16 or bfloat16.
+        up: as for :func:`swiglu`.
+    """
+    return Quantized(*torch.ops.torchkiln._gated_fp8.default(gate, up, "silu"))
+
+
+def geglu_fp8(
+    gate: Tensor, up: Tensor | None = None, approximate: Literal["none", "tanh"] = "none"
+) -> Quantized:
+    """Returns ``quantize(geglu(gate, up, approximate))`` in one pass, as :func:`swiglu_fp8` does.
+
+    The arguments are those of :func:`geglu`; float32, float16 or bfloat16.
+    """
+    act = "gelu_tanh" if is_tanh(approximate, "geglu_fp8") else "gelu"
+    return Quantized(*torch.ops.torchkiln._gated_fp8.default(gate, up, act))
 
 
 def source_of(x: Tensor) -> Tensor | None:

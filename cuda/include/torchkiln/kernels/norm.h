@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 #include "torchkiln/core/dtype.h"
 #include "torchkiln/core/workspace.h"
@@ -18,12 +19,15 @@ struct Norm {
   const void* residual;  // as x; null if there is none
   const void* weight;    // [columns], contiguous; null for ones, ignoring weight_offset
   const void* bias;      // [columns], contiguous; null for zeros
-  void* y;               // [rows, columns], contiguous
+  void* y;               // [rows, columns], contiguous; not read if `data` is not null
   void* sum;             // [rows, columns], contiguous: x + residual, rounded before it is
                          // normalized; null without a residual
   void* mean;            // [rows] of the compute type; null for RMS norm or if not wanted
   void* rstd;            // [rows] of the compute type; null if not wanted
-  Dtype dtype;           // of x, y and sum
+  uint8_t* data;         // [rows, columns]: y, rounded to `dtype`, as `data` of Quantize; null: not
+                         // wanted
+  float* scale;          // [blocks of 128 columns, rows], as `scale` of Quantize
+  Dtype dtype;           // of x, y and sum; with `data` not float64
   Dtype residual_dtype;  // dtype, or half precision if dtype is float32
   Dtype weight_dtype;    // of weight and bias: dtype, or float32 for half precision
   bool centered;         // layer norm; else RMS norm

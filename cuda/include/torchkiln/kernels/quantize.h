@@ -1,5 +1,6 @@
 #pragma once
 
+#include "torchkiln/core/activations.h"
 #include "torchkiln/core/dtype.h"
 #include "torchkiln/core/fp8.h"
 
@@ -43,6 +44,19 @@ struct Quantize {
   TORCHKILN_FP8_INLINE int64_t tiles() const { return row_blocks() * column_blocks(); }
 };
 
+/// Writes activation(gate) * up in E4M3 or, if grad is not null, the gradients of gate and up side
+/// by side: [rows, 2 columns]. Values are rounded to the dtype before.
+struct QuantizeGated {
+  const void* grad;  // [rows, columns], columns adjacent, as gate and up
+  const void* gate;
+  const void* up;
+  int64_t grad_stride;  // between rows
+  int64_t gate_stride;
+  int64_t up_stride;
+  Activation activation;  // one of Gates
+  Quantize result;  // rows and columns of the result, dtype of gate; x and stride are not read
+};
+
 namespace cpu {
 
 /// Computes the tiles begin <= tile < end, numbered along the columns first.
@@ -54,6 +68,13 @@ namespace cuda {
 
 /// Runs on the current device, queued on `stream`.
 TORCHKILN_EXPORT Status quantize(const Quantize& arguments, CUstream_st* stream);
+
+/// Whether quantize_gated() takes these tensors: rows of whole 16-byte vectors and, with
+/// `transposed`, a multiple of 16 rows.
+TORCHKILN_EXPORT bool takes(const QuantizeGated& arguments);
+
+/// Runs on the current device, queued on `stream`.
+TORCHKILN_EXPORT Status quantize_gated(const QuantizeGated& arguments, CUstream_st* stream);
 
 /// Whether torch's product of matrices with these scales runs on the current device, whose compute
 /// capability must be 9.0.
