@@ -1,0 +1,97 @@
+"""The path in docs/learn: its kernels, exercises, drawings and the order of its pages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import learn_launches as launches
+import pytest
+import torch
+from learn_steps import SOLUTIONS, TOPICS, Size, Step, Topic, require_right, table
+
+from torchkiln.jit.compile import toolkit
+
+LEARN = launches.LEARN
+FILES = sorted(LEARN.rglob("*.cu"))
+OWN = [
+    (topic, step) for topic in (*TOPICS, *SOLUTIONS) for step in topic.steps if not step.is_shipped
+]
+CALLS = [
+    pytest.param(topic, step, size, dtype, id=f"{step.file}-{size}-{dtype}")
+    for topic, step in OWN
+    for size in (*topic.sizes, *step.sizes)
+    for dtype in topic.dtypes
+]
+
+
+def test_every_kernel_is_launched() -> None:
+    assert {LEARN / step.file for _, step in OWN} == set(FILES)
+    shipped = [step for topic in TOPICS for step in topic.steps if step.is_shipped]
+    assert all((LEARN.parents[1] / "cuda" / step.file).is_file() for step in shipped)
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(LEARN)))
+def test_kernels_compile(path: Path, nvrtc: toolkit.Toolkit) -> None:
+    del nvrtc
+    module = launches.load(str(path.relative_to(LEARN)))
+    assert module.signatures
+    for name, signature in module.signatures.items():
+        arguments = ["2" if word == "kVectors" else "__nv_bfloat16" for word in signature.template]
+        whole = f"{name}<{', '.join(arguments)}>" if arguments else name
+        assert module.binary("sm_90a", whole).code
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("topic", "step", "size", "dtype"), CALLS)
+def test_results_are_right(topic: Topic, step: Step, size: Size, dtype: torch.dtype) -> None:
+    major = torch.cuda.get_device_capability()[0]
+    if major < 8 and dtype == torch.bfloat16:
+        pytest.skip("needs bfloat16 arithmetic")
+    if step.file == "product/6_hopper.cu" and major != 9:
+        pytest.skip("wgmma is of compute capability 9.0")
+    torch.manual_seed(0)
+    require_right(topic, step, size, dtype, "cuda")
+    require_right(topic, step, size, dtype, "cuda")  # nothing is left behind by a launch
+
+
+@pytest.mark.cuda
+def test_the_last_reduction_has_the_same_bits() -> None:
+    x = torch.randn(1_000_003, device="cuda")
+    assert len({launches.sum_same_bits(x).item() for _ in range(50)}) == 1
+
+
+@pytest.mark.parametrize("topic", TOPICS, ids=lambda topic: topic.name)
+def test_references_are_right(topic: Topic) -> None:
+    """The shipped op computes the same on the CPU, and a wrong element is noticed."""
+    torch.manual_seed(0)
+    for step in topic.steps:
+        if step.is_shipped:
+            require_right(topic, step, topic.sizes[-1], topic.dtypes[0], "cpu")
+    inputs = topic.inputs(topic.sizes[-1], topic.dtypes[0], "cpu")
+    truth, bound = topic.reference(*inputs)
+    assert (bound.max() < 0.1 * truth.abs().max()).all()
+
+
+def test_a_wrong_element_is_noticed() -> None:
+    topic = next(topic for topic in TOPICS if topic.name == "norm")
+
+    def wrong(x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(x)
+
+    with pytest.raises(AssertionError, match=r"wrong: .*expected .* elements are wrong"):
+        require_right(topic, Step("wrong", "", wrong), (3, 8), torch.float32, "cpu")
+
+
+def test_times_need_results() -> None:
+    """Without a file of results a table has no column for times; with one each cell is filled."""
+    names = [topic.name for topic in TOPICS]
+    assert all("time" not in table(name, None) for name in names)
+    times = {"seconds": 2e-4}
+    topics = {
+        topic.name: {"ceiling": {"seconds": 1e-4}, "steps": {s.idea: times for s in topic.steps}}
+        for topic in TOPICS
+    }
+    lines = table("norm", {"machine": "a GPU", "topics": topics}).splitlines()
+    assert lines[0].endswith("100 us. a GPU; medians.")
+    assert [line.endswith("| 200 us | 50.0% |") for line in lines[4:]] == [True] * 6
