@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -453,6 +454,11 @@ def words_of(topic: Topic) -> str:
     if topic.moved is not None:
         ceiling = f"a copy that moves as much, {bytes_of(topic.moved(topic.large))}"
     return f"Size {shape}, {dtype}. The ceiling is {ceiling}"
+
+
+def measured() -> Mapping[str, Any] | None:
+    """The results of the last run of learn_measure.py; None before the first."""
+    return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else None
 
 
 def table(name: str, results: Mapping[str, Any] | None) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import learn_drawings
 import learn_launches as launches
 import pytest
 import torch
@@ -12,6 +14,7 @@ from learn_steps import SOLUTIONS, TOPICS, Size, Step, Topic, require_right, tab
 from torchkiln.jit.compile import toolkit
 
 LEARN = launches.LEARN
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in LEARN.glob("*.md")}
 FILES = sorted(LEARN.rglob("*.cu"))
 OWN = [
     (topic, step) for topic in (*TOPICS, *SOLUTIONS) for step in topic.steps if not step.is_shipped
@@ -95,3 +98,34 @@ def test_times_need_results() -> None:
     lines = table("norm", {"machine": "a GPU", "topics": topics}).splitlines()
     assert lines[0].endswith("100 us. a GPU; medians.")
     assert [line.endswith("| 200 us | 50.0% |") for line in lines[4:]] == [True] * 6
+
+
+def test_drawings_are_up_to_date() -> None:
+    assert learn_drawings.main(["--check"]) == 0
+
+
+def test_every_step_and_solution_is_on_a_page() -> None:
+    """With a drawing; pages link to files that exist."""
+    text = "\n".join(PAGES.values())
+    drawings = re.findall(r"!\[[^\]]+\]\(drawings/(\w+)\.svg\)", text)
+    assert sorted(drawings) == sorted(path.stem for path in (LEARN / "drawings").glob("*.svg"))
+    for topic, step in OWN:
+        assert f"]({step.file})" in text, step.file
+        if topic in TOPICS:
+            folder, name = step.file.split("/")
+            assert f"{folder}_{name[0]}" in drawings
+    for page, content in PAGES.items():
+        prose = re.sub(r"^```.*?^```$", "", content, flags=re.MULTILINE | re.DOTALL)
+        for link in re.findall(r"\]\(([^)#]+)", prose):
+            assert (LEARN / link).exists(), (page, link)
+
+
+def test_every_page_ends_with_the_next_one() -> None:
+    """From the square to a package, in the order of the navigation, in at most 200 lines each."""
+    index = (LEARN.parent / "index.md").read_text(encoding="utf-8")
+    order = [f"{name}.md" for name in re.findall(r"^learn/(\S+)$", index, re.MULTILINE)]
+    assert set(order) == set(PAGES)
+    for name, after in zip(order, [*order[1:], "../new.md"], strict=True):
+        assert len(PAGES[name].splitlines()) <= 200, name
+        last = PAGES[name].rstrip().rpartition("\n\n")[2]
+        assert re.match(rf"Next: \[[^\]]+\]\({re.escape(after)}\)", last), name
