@@ -12,16 +12,16 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from learn_steps import SOLUTIONS, TOPICS, Topic, require_right
+from learn_steps import SOLUTIONS, TOPICS, Step, Topic, require_right
 from torch import Tensor
 
-from torchkiln.bench.clock import CudaClock, Times, in_turns
+from torchkiln.bench.clock import Times, device_clock, in_turns
 from torchkiln.bench.report import duration
 from torchkiln.testing.environment import environment
 
@@ -30,23 +30,25 @@ SECONDS = 3.0
 ROUNDS = 50
 
 
-def check(device: str) -> tuple[int, list[str]]:
-    """The number of right results, and the reasons why shipped ops were left out."""
-    count, left_out = 0, []
+def check(device: str) -> tuple[int, dict[str, str]]:
+    """The number of right results; by file and idea, the reasons why steps are not measured."""
+    count, reasons = 0, {}
     for topic in (*TOPICS, *SOLUTIONS):
         for step in topic.steps:
             sizes = (*topic.sizes, *step.sizes, *((topic.large,) if topic.large else ()))
             try:
                 for size in sizes:
-                    dtypes = topic.dtypes[:1] if size == topic.large else topic.dtypes
-                    for dtype in dtypes:
+                    for dtype in topic.dtypes[:1] if size == topic.large else topic.dtypes:
                         require_right(topic, step, size, dtype, device)
                         count += 1
-            except (RuntimeError, NotImplementedError) as error:
-                if not step.is_shipped:
-                    raise
-                left_out.append(f"{step.idea}: {str(error).splitlines()[0]}")
-    return count, left_out
+            except (AssertionError, RuntimeError) as error:
+                reasons[key(step)] = str(error).splitlines()[0]
+    return count, reasons
+
+
+def key(step: Step) -> str:
+    """A name of a step that no other has."""
+    return f"{step.file} {step.idea}".strip()
 
 
 def ceiling(topic: Topic, inputs: tuple[Any, ...], device: str) -> tuple[str, Callable[[], object]]:
@@ -58,20 +60,19 @@ def ceiling(topic: Topic, inputs: tuple[Any, ...], device: str) -> tuple[str, Ca
     return "copy", partial(Tensor.copy_, target, source)
 
 
-def measure(topic: Topic, left_out: list[str], device: str) -> dict[str, Any]:
-    """The times of a topic."""
+def measure(topic: Topic, wrong: Collection[str], device: str) -> dict[str, Any]:
+    """The times of a topic, without its wrong steps."""
     inputs = topic.inputs(topic.large, topic.dtypes[0], device)
     name, best = ceiling(topic, inputs, device)
-    skipped = {words.partition(":")[0] for words in left_out}
-    steps = [step for step in topic.steps if step.idea not in skipped]
+    steps = [step for step in topic.steps if key(step) not in wrong]
     calls = {name: best} | {step.idea: partial(step.run, *inputs) for step in steps}
-    found = in_turns(CudaClock(torch.device(device)), calls, SECONDS, ROUNDS)
-    times = {key: dataclasses.asdict(Times.of(values)) for key, values in found.items()}
+    found = in_turns(device_clock(torch.device(device)), calls, SECONDS, ROUNDS)
+    times = {call: dataclasses.asdict(Times.of(values)) for call, values in found.items()}
     return {"ceiling": {"name": name, **times.pop(name)}, "steps": times}
 
 
-def main() -> None:
-    """Checks, measures, prints and writes."""
+def main() -> int:
+    """Checks, measures, prints and writes; 1 if a step is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all times to a file")
     parser.add_argument("--check", action="store_true", help="check only")
@@ -81,13 +82,13 @@ def main() -> None:
     torch.manual_seed(0)
     begin = time.perf_counter()
     with torch.no_grad():
-        count, left_out = check("cuda")
+        count, wrong = check("cuda")
         print(f"{count} results are right, {time.perf_counter() - begin:.0f} s")
-        for words in left_out:
-            print(f"left out: {words}", file=sys.stderr)
+        for name, reason in wrong.items():
+            print(f"not measured: {name}: {reason}", file=sys.stderr)
         if options.check:
-            return
-        topics = {topic.name: measure(topic, left_out, "cuda") for topic in TOPICS}
+            return bool(wrong)
+        topics = {topic.name: measure(topic, wrong, "cuda") for topic in TOPICS}
     machine = str(environment(torch.device("cuda")))
     for name, found in topics.items():
         best = found["ceiling"]
@@ -99,7 +100,8 @@ def main() -> None:
     if options.json:
         found = {"machine": machine, "topics": topics}
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return bool(wrong)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
 import learn_drawings
 import learn_launches as launches
+import learn_measure
 import pytest
 import torch
 from learn_steps import SOLUTIONS, TOPICS, Size, Step, Topic, require_right, table
@@ -84,6 +86,23 @@ def test_a_wrong_element_is_noticed() -> None:
 
     with pytest.raises(AssertionError, match=r"wrong: .*expected .* elements are wrong"):
         require_right(topic, Step("wrong", "", wrong), (3, 8), torch.float32, "cpu")
+
+
+def test_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A right step beside its ceiling; a wrong one has a reason and no time."""
+    norm = next(topic for topic in TOPICS if topic.name == "norm")
+    wrong = Step("wrong", "zeros", lambda x, *_: torch.zeros_like(x))
+    shipped = norm.steps[-1]
+    topic = dataclasses.replace(norm, steps=(shipped, wrong), sizes=((3, 8),), large=(16, 64))
+    monkeypatch.setattr(learn_measure, "TOPICS", (topic,))
+    monkeypatch.setattr(learn_measure, "SOLUTIONS", ())
+    monkeypatch.setattr(learn_measure, "SECONDS", 0.0)
+    count, reasons = learn_measure.check("cpu")
+    assert count == 3  # two dtypes of the small size, one of the large size
+    assert list(reasons) == ["wrong zeros"]
+    found = learn_measure.measure(topic, reasons, "cpu")
+    assert found["ceiling"]["name"] == "copy"
+    assert list(found["steps"]) == [shipped.idea]
 
 
 def test_times_need_results() -> None:
