@@ -1,4 +1,4 @@
-"""The steps of docs/learn: inputs, results in float64 with error bounds, and tables."""
+"""The steps of docs/learn, the test of their results, and their tables."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import learn_launches as launches
+import learn_references as references
 import torch
 from learn_launches import EPS, SCALE
+from learn_references import Bounded, Size
 from torch import Tensor
 
 import torchkiln
@@ -19,11 +21,6 @@ from torchkiln.bench.report import size as bytes_of
 
 RESULTS = launches.LEARN / "results.json"
 """What learn_measure.py wrote on a GPU."""
-
-Inputs = tuple[Tensor, ...]
-Size = tuple[int, ...]
-Bounded = tuple[Tensor, Tensor]
-"""A result in float64, and the error that each of its elements may have."""
 
 
 @dataclass(frozen=True)
@@ -63,130 +60,12 @@ class Topic:
     """The tensor to compare, of what a step returns."""
 
 
-def normal(*shapes: Size, dtype: torch.dtype, device: str) -> Inputs:
-    """Random tensors."""
-    return tuple(torch.randn(shape, device=device).to(dtype) for shape in shapes)
-
-
-def rounded(truth: Tensor, magnitude: Tensor, dtype: torch.dtype, extra: float = 0.0) -> Bounded:
-    """A result with a bound of two roundings of its terms, and `extra` for the additions."""
-    return truth, magnitude.abs() * (torch.finfo(dtype).eps + extra)
-
-
-def bias_relu_reference(x: Tensor, bias: Tensor) -> Bounded:
-    """relu(x * scale + bias); step 1 rounds three times."""
-    product, shift = x.double() * SCALE, bias.double()
-    return rounded((product + shift).relu(), product.abs() + shift.abs(), x.dtype)
-
-
-def residual_reference(x: Tensor, bias: Tensor, residual: Tensor) -> Bounded:
-    """The same, and the residual."""
-    truth, bound = bias_relu_reference(x, bias)
-    other = residual.double()
-    return truth + other, bound + other.abs() * torch.finfo(x.dtype).eps
-
-
-def whole_numbers(size: Size, dtype: torch.dtype, device: str) -> Inputs:
-    """Numbers whose sums are exact in float32 in any order, for the sizes below."""
-    return (torch.randint(-8, 9, size, device=device).to(dtype),)
-
-
-def exact(truth: Tensor) -> Bounded:
-    """A result without an error."""
-    return truth, torch.zeros_like(truth)
-
-
-def norm_inputs(size: Size, dtype: torch.dtype, device: str) -> Inputs:
-    """Rows whose mean is far from zero, weight and bias."""
-    x, weight, bias = normal(size, size[1:], size[1:], dtype=dtype, device=device)
-    return x + 3, weight, bias
-
-
-def norm_reference(x: Tensor, weight: Tensor, bias: Tensor) -> Bounded:
-    """The layer norm."""
-    wide, shift = x.double(), bias.double()
-    product = torch.nn.functional.layer_norm(wide, wide.shape[1:], eps=EPS) * weight.double()
-    return rounded(product + shift, product.abs() + shift.abs() + 1, x.dtype, 1e-5)
-
-
-def rms_reference(x: Tensor, weight: Tensor, _: Tensor) -> Bounded:
-    """The RMS norm."""
-    wide = x.double()
-    truth = torch.nn.functional.rms_norm(wide, wide.shape[1:], weight.double(), EPS)
-    return rounded(truth, truth, x.dtype, 1e-5)
-
-
-def product_inputs(size: Size, dtype: torch.dtype, device: str) -> Inputs:
-    """Matrices of m x k and n x k."""
-    m, n, k = size
-    return normal((m, k), (n, k), dtype=dtype, device=device)
-
-
-def product_reference(a: Tensor, b: Tensor) -> Bounded:
-    """The product of a and the transpose of b, with sums in float32."""
-    wide_a, wide_b = a.double(), b.double()
-    truth, bound = rounded(wide_a @ wide_b.T, wide_a @ wide_b.T, a.dtype)
-    return truth, bound + 2e-6 * (wide_a.abs() @ wide_b.abs().T)
-
-
-def linear_inputs(size: Size, dtype: torch.dtype, device: str) -> Inputs:
-    """a, b and a bias for the columns of the result."""
-    return (*product_inputs(size, dtype, device), *normal(size[1:2], dtype=dtype, device=device))
-
-
-def linear_reference(a: Tensor, b: Tensor, bias: Tensor) -> Bounded:
-    """relu(a b^T + bias)."""
-    truth, bound = product_reference(a, b)
-    shift = bias.double()
-    return (truth + shift).relu(), bound + shift.abs() * torch.finfo(a.dtype).eps
-
-
-def dequantized(found: tuple[Tensor, ...]) -> Tensor:
-    """The numbers times their scales; exact in float32."""
-    data, scale = found[:2]
-    return (data.float().unflatten(1, (-1, 128)) * scale[:, :, None]).flatten(1)
-
-
-def quantize_reference(x: Tensor) -> Bounded:
-    """The rounding of torch, with the smallest powers of two that bring a block to at most 448."""
-    parts = x.double().unflatten(1, (-1, 128))
-    largest = parts.abs().amax(2, keepdim=True) / 448
-    mantissa, exponent = torch.frexp(largest)
-    scale = torch.ldexp(torch.ones_like(largest), exponent - (mantissa == 0.5).int())
-    numbers = (parts / scale).float().to(torch.float8_e4m3fn).double()
-    return exact((numbers * scale).flatten(1))
-
-
-def fp8_inputs(size: Size, dtype: torch.dtype, device: str) -> Any:
-    """a, b, and b quantised."""
-    a, b = product_inputs(size, dtype, device)
-    return a, b, torchkiln.quantize_weight(b)
-
-
-def fp8_reference(a: Tensor, _: Tensor, weight: Any) -> Bounded:
-    """The product of the quantised factors; tensor cores add E4M3 with few bits."""
-    wide = torchkiln.dequantize(torchkiln.quantize(a)).double()
-    other = torchkiln.dequantize(weight).double()
-    truth, bound = rounded(wide @ other.T, wide @ other.T, a.dtype)
-    return truth, bound + 1e-3 * (wide.abs() @ other.abs().T)
-
-
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 VECTORS: tuple[Size, ...] = ((1,), (1000,), (100_003,))
 ROWS: tuple[Size, ...] = ((1, 8), (5, 1000), (70, 4096))
 TILES: tuple[Size, ...] = ((128, 256, 64), (256, 512, 704))
 """Multiples of the largest tile; the second has more steps along k than a pipeline has stages."""
 ANY_TILES: tuple[Size, ...] = ((1, 1, 1), (33, 70, 100))
-
-
-def plain(size: Size, dtype: torch.dtype, device: str) -> Inputs:
-    """One random tensor."""
-    return normal(size, dtype=dtype, device=device)
-
-
-def with_columns(size: Size, dtype: torch.dtype, device: str) -> Inputs:
-    """A matrix, and a vector as long as its rows."""
-    return normal(size, size[1:], dtype=dtype, device=device)
 
 
 TOPICS = (
@@ -197,8 +76,8 @@ TOPICS = (
             Step("square/2_vectors.cu", "16 bytes per thread", launches.square_vectors),
             Step("ops/activation/forward.cu", "`torchkiln.square`", torchkiln.square),
         ),
-        plain,
-        lambda x: rounded(x.double() ** 2, x.double() ** 2, x.dtype),
+        references.plain,
+        lambda x: references.rounded(x.double() ** 2, x.double() ** 2, x.dtype),
         VECTORS,
         (FLOAT32,),
         (2**26,),
@@ -215,8 +94,8 @@ TOPICS = (
                 lambda x, bias: torchkiln.bias_act(x, bias, scale=SCALE),
             ),
         ),
-        with_columns,
-        bias_relu_reference,
+        references.with_columns,
+        references.bias_relu_reference,
         ROWS,
         (BFLOAT16, FLOAT32),
         (16384, 8192),
@@ -244,8 +123,8 @@ TOPICS = (
             Step("reduction/5_same_bits.cu", "a fixed order", launches.sum_same_bits),
             Step("ops/reduction/reduction.cu", "`torchkiln.sum`", torchkiln.sum),
         ),
-        whole_numbers,
-        lambda x: exact(x.double().sum()),
+        references.whole_numbers,
+        lambda x: references.exact(x.double().sum()),
         (*VECTORS, (2**22 + 5,)),
         (FLOAT32,),
         (2**27,),
@@ -282,8 +161,8 @@ TOPICS = (
                 lambda x, weight, bias: torchkiln.layer_norm(x, x.shape[1:], weight, bias, EPS),
             ),
         ),
-        norm_inputs,
-        norm_reference,
+        references.norm_inputs,
+        references.norm_reference,
         ROWS,
         (BFLOAT16, FLOAT32),
         (16384, 4096),
@@ -327,8 +206,8 @@ TOPICS = (
                 after=torch.relu,
             ),
         ),
-        product_inputs,
-        product_reference,
+        references.product_inputs,
+        references.product_reference,
         TILES,
         (BFLOAT16,),
         (4096, 4096, 4096),
@@ -339,13 +218,13 @@ TOPICS = (
             Step("fp8/1_quantize.cu", "16 lanes share a scale", launches.quantize),
             Step("ops/quantize/rows.cu", "`torchkiln.quantize`", torchkiln.quantize),
         ),
-        plain,
-        quantize_reference,
+        references.plain,
+        references.quantize_reference,
         ((1, 128), (77, 384)),
         (BFLOAT16,),
         (16384, 4096),
         lambda size: 3 * size[0] * size[1] + size[0] * size[1] // 32,
-        dequantized,
+        references.dequantized,
     ),
     Topic(
         "fp8_product",
@@ -356,8 +235,8 @@ TOPICS = (
                 lambda a, b, weight: torchkiln.linear_fp8(a, b, quantized=weight),
             ),
         ),
-        fp8_inputs,
-        fp8_reference,
+        references.fp8_inputs,
+        references.fp8_reference,
         TILES,
         (BFLOAT16,),
         (4096, 4096, 4096),
@@ -368,32 +247,34 @@ SOLUTIONS = (
     Topic(
         "vector_add",
         (Step("solutions/vector_add.cu", "", launches.vector_add),),
-        lambda size, dtype, device: normal(size, size, dtype=dtype, device=device),
-        lambda a, b: rounded(a.double() + b.double(), a.double() + b.double(), a.dtype),
+        lambda size, dtype, device: references.normal(size, size, dtype=dtype, device=device),
+        lambda a, b: references.rounded(a.double() + b.double(), a.double() + b.double(), a.dtype),
         VECTORS,
         (FLOAT32, BFLOAT16),
     ),
     Topic(
         "bias_relu_residual",
         (Step("solutions/bias_relu_residual.cu", "", launches.fused_residual),),
-        lambda size, dtype, device: normal(size, size[1:], size, dtype=dtype, device=device),
-        residual_reference,
+        lambda size, dtype, device: references.normal(
+            size, size[1:], size, dtype=dtype, device=device
+        ),
+        references.residual_reference,
         ROWS,
         (FLOAT32, BFLOAT16),
     ),
     Topic(
         "column_sum",
         (Step("solutions/column_sum.cu", "", launches.column_sum),),
-        whole_numbers,
-        lambda x: exact(x.double().sum(0)),
+        references.whole_numbers,
+        lambda x: references.exact(x.double().sum(0)),
         ((1, 1), (1000, 300)),
         (FLOAT32,),
     ),
     Topic(
         "rms_norm",
         (Step("solutions/rms_norm.cu", "", launches.rms_norm),),
-        norm_inputs,
-        rms_reference,
+        references.norm_inputs,
+        references.rms_reference,
         ROWS,
         (FLOAT32, BFLOAT16),
     ),
@@ -406,24 +287,24 @@ SOLUTIONS = (
                 launches.product("solutions/prefetched_product.cu", 128, launches.THREADS),
             ),
         ),
-        product_inputs,
-        product_reference,
+        references.product_inputs,
+        references.product_reference,
         TILES,
         (BFLOAT16,),
     ),
     Topic(
         "linear_relu",
         (Step("solutions/linear_relu.cu", "", launches.linear_relu),),
-        linear_inputs,
-        linear_reference,
+        references.linear_inputs,
+        references.linear_reference,
         TILES,
         (BFLOAT16,),
     ),
     Topic(
         "dequantize",
         (Step("solutions/dequantize.cu", "", launches.dequantize),),
-        plain,
-        quantize_reference,
+        references.plain,
+        references.quantize_reference,
         ((1, 128), (77, 384)),
         (BFLOAT16,),
     ),

@@ -11,7 +11,8 @@ import learn_launches as launches
 import learn_measure
 import pytest
 import torch
-from learn_steps import SOLUTIONS, TOPICS, Size, Step, Topic, require_right, table
+from learn_references import Size
+from learn_steps import SOLUTIONS, TOPICS, Step, Topic, require_right, table
 
 from torchkiln.jit.compile import toolkit
 
