@@ -1,8 +1,7 @@
 """Checks every step of docs/learn against float64 on a GPU, then measures all of them in one run.
 
-A topic's steps and its ceiling take turns: a copy that moves as many bytes, or torch.mm. Takes less
-than a minute on an H100. `--json docs/learn/results.json` is what `nox -s figures` writes into the
-pages.
+A topic's steps and its ceiling take turns: a copy that moves as many bytes, or torch.mm.
+`--json docs/learn/results.json` is what `nox -s figures` writes into the pages.
 """
 
 from __future__ import annotations
@@ -89,7 +88,8 @@ def main() -> int:
         if options.check:
             return bool(wrong)
         topics = {topic.name: measure(topic, wrong, "cuda") for topic in TOPICS}
-    machine = str(environment(torch.device("cuda")))
+    here = environment(torch.device("cuda"))
+    machine = str(dataclasses.replace(here, commit=None))
     for name, found in topics.items():
         best = found["ceiling"]
         print(f"{name}: {best['name']} {duration(best['seconds'])}")
@@ -98,7 +98,7 @@ def main() -> int:
             print(f"  {duration(times['seconds']):>10} {share:7.1%}  {idea}")
     print(f"{time.perf_counter() - begin:.0f} s, {machine}")
     if options.json:
-        found = {"machine": machine, "topics": topics}
+        found = {"machine": machine, "commit": here.commit, "topics": topics}
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return bool(wrong)
 
