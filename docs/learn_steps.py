@@ -301,6 +301,20 @@ SOLUTIONS = (
         (BFLOAT16,),
     ),
     Topic(
+        "product_of_any_size",
+        (
+            Step(
+                "solutions/product_of_any_size.cu",
+                "",
+                lambda a, b: launches.product_hopper(a, b, any_size=True),
+            ),
+        ),
+        references.product_inputs,
+        references.product_reference,
+        (*TILES, (100, 250, 72), (300, 514, 200)),
+        (BFLOAT16,),
+    ),
+    Topic(
         "dequantize",
         (Step("solutions/dequantize.cu", "", launches.dequantize),),
         references.plain,

@@ -27,7 +27,8 @@ __device__ uint32_t address(const void* shared) {
 }
 
 __device__ void init(uint64_t* barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address(barrier)), "r"(arrivals));
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address(barrier)), "r"(arrivals)
+               : "memory");
 }
 
 __device__ void arrive(uint64_t* barrier) {
@@ -60,8 +61,8 @@ __device__ void copy(__nv_bfloat16* to, const TensorMap& map, int depth, int row
       : "memory");
 }
 
-__device__ void produce(Shared& shared, const TensorMap& a, const TensorMap& b, int k) {
-  for (int step = 0; step < k / kDepth; ++step) {
+__device__ void produce(Shared& shared, const TensorMap& a, const TensorMap& b, int steps) {
+  for (int step = 0; step < steps; ++step) {
     const int stage = step % kStages, round = step / kStages;
     wait(&shared.empty[stage], (round + 1) % 2);  // returns at once in the first round
     expect(&shared.full[stage], kStageBytes);
@@ -70,10 +71,10 @@ __device__ void produce(Shared& shared, const TensorMap& a, const TensorMap& b, 
   }
 }
 
-__device__ __forceinline__ void consume(Shared& shared, __nv_bfloat16* c, int group, int n, int k) {
+__device__ __forceinline__ void consume(Shared& shared, float (&sums)[wgmma::kSums], int group,
+                                        int steps) {
   constexpr auto kMajor = gemm::Major::k;
-  float sums[wgmma::kSums];
-  for (int step = 0; step < k / kDepth; ++step) {
+  for (int step = 0; step < steps; ++step) {
     const int stage = step % kStages, round = step / kStages;
     wait(&shared.full[stage], round % 2);
     const uint64_t from_a =
@@ -91,21 +92,12 @@ __device__ __forceinline__ void consume(Shared& shared, __nv_bfloat16* c, int gr
     if (step > 0 && threadIdx.x % kGroup == 0) arrive(&shared.empty[(step - 1) % kStages]);
   }
   wgmma::wait_all(sums);
-  const int warp = threadIdx.x % kGroup / 32, lane = threadIdx.x % 32;
-  const int row = blockIdx.y * kRows + group * wgmma::kRows + warp * 16 + lane / 4;
-  c += int64_t{row} * n + blockIdx.x * kColumns + lane % 4 * 2;
-#pragma unroll
-  for (int i = 0; i < wgmma::kSums / 4; ++i) {
-    const float upper[2] = {sums[4 * i], sums[4 * i + 1]};
-    const float lower[2] = {sums[4 * i + 2], sums[4 * i + 3]};
-    device::store<2>(c + i * 8, upper);
-    device::store<2>(c + int64_t{8} * n + i * 8, lower);
-  }
 }
 
-__global__ void __launch_bounds__(3 * kGroup)
-    product(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
-            __nv_bfloat16* c, int n, int k) {
+// Divides the block into roles, and calls write(row, column, x, y) for each two neighbours of c.
+template <class Write>
+__device__ __forceinline__ void run(const TensorMap& a, const TensorMap& b, int steps,
+                                    const Write& write) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) unsigned char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
@@ -119,9 +111,27 @@ __global__ void __launch_bounds__(3 * kGroup)
   __syncthreads();
   const int group = threadIdx.x / kGroup;
   if (group < 2) {
-    consume(shared, c, group, n, k);
+    float sums[wgmma::kSums];
+    consume(shared, sums, group, steps);
+    const int warp = threadIdx.x % kGroup / 32, lane = threadIdx.x % 32;
+    const int row = blockIdx.y * kRows + group * wgmma::kRows + warp * 16 + lane / 4;
+    const int column = blockIdx.x * kColumns + lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < wgmma::kSums / 4; ++i) {
+      write(row, column + i * 8, sums[4 * i], sums[4 * i + 1]);
+      write(row + 8, column + i * 8, sums[4 * i + 2], sums[4 * i + 3]);
+    }
   } else if (threadIdx.x % kGroup == 0) {
-    produce(shared, a, b, k);
+    produce(shared, a, b, steps);
   }
 #endif
+}
+
+__global__ void __launch_bounds__(3 * kGroup)
+    product(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
+            __nv_bfloat16* c, int n, int k) {
+  run(a, b, k / kDepth, [&](int row, int column, float x, float y) {
+    const float both[2] = {x, y};
+    device::store<2>(c + int64_t{row} * n + column, both);
+  });
 }
