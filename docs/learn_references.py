@@ -79,6 +79,24 @@ def rms_reference(x: Tensor, weight: Tensor, _: Tensor) -> Bounded:
     return rounded(truth, truth, x.dtype, 1e-5)
 
 
+def gradient_inputs(size: Size, dtype: torch.dtype, device: str) -> Inputs:
+    """Rows, a weight and the gradient of the result."""
+    return normal(size, size[1:], size, dtype=dtype, device=device)
+
+
+def gradient_reference(x: Tensor, weight: Tensor, grad: Tensor) -> Bounded:
+    """The gradient of x of the RMS norm."""
+    leaf = x.double().requires_grad_()
+    with torch.enable_grad():
+        y = torch.nn.functional.rms_norm(leaf, leaf.shape[1:], weight.double(), EPS)
+        (truth,) = torch.autograd.grad(y, leaf, grad.double())
+    rstd = (leaf.detach().square().mean(1, keepdim=True) + EPS).rsqrt()
+    terms = (grad.double() * weight.double()).abs()
+    normal_x = leaf.detach().abs() * rstd
+    magnitude = rstd * (terms + normal_x * (terms * normal_x).mean(1, keepdim=True))
+    return rounded(truth, magnitude, x.dtype, 1e-5)
+
+
 def product_inputs(size: Size, dtype: torch.dtype, device: str) -> Inputs:
     """Matrices of m x k and n x k."""
     m, n, k = size

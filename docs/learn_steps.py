@@ -279,6 +279,14 @@ SOLUTIONS = (
         (FLOAT32, BFLOAT16),
     ),
     Topic(
+        "rms_norm_gradient",
+        (Step("solutions/rms_norm_gradient.cu", "", launches.rms_norm_gradient),),
+        references.gradient_inputs,
+        references.gradient_reference,
+        ROWS,
+        (FLOAT32, BFLOAT16),
+    ),
+    Topic(
         "prefetched_product",
         (
             Step(
