@@ -8,6 +8,7 @@ fuzz_summary.jsonl of `torchkiln bench --fuzz --out`. Pages have these blocks:
     <!-- headlines -->              the calls in HEADLINES, and those in LOSSES
     <!-- slowest -->                the ten calls of all runs that lose most to a peer
     <!-- random -->                 the slowest ten of random calls beside torch, and the counts
+    <!-- steps:TOPIC -->            the kernels of a page in docs/learn, and their times
     <!-- ops:FAMILY -->             calls, formulas and schemas of a family; ops:all the contract
 
 A block ends with its first mark and a slash: <!-- /results:NAME -->, <!-- /headlines -->. --check
@@ -23,6 +24,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import learn_steps
 import op_reference
 
 from torchkiln.bench import Measurement, Record
@@ -31,7 +33,7 @@ from torchkiln.bench.report import duration, size, skips
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(
-    r"<!-- (?P<kind>results|ops|headlines|slowest|random)"
+    r"<!-- (?P<kind>results|ops|steps|headlines|slowest|random)"
     r"(?::(?P<name>\w+))?(?P<ops>(?: \w+)*) -->\n"
     r"(?:.*?)(?P<end><!-- /(?P=kind)(?::(?P=name))? -->)",
     re.DOTALL,
@@ -198,6 +200,8 @@ def written(page: str, files: dict[str, Path]) -> str:
         name, ops = match["name"], match["ops"].split()
         if match["kind"] == "ops":
             text = op_reference.block(name)
+        elif match["kind"] == "steps":
+            text = learn_steps.table(name, learn_steps.measured())
         elif match["kind"] == "headlines":
             text = headlines(files)
         elif match["kind"] == "slowest":
@@ -263,7 +267,7 @@ def main(given: Sequence[str] | None = None) -> int:
     if not options.check:
         draw(docs / "results")
     differs = 0
-    for page in [options.root / "README.md", *sorted(docs.glob("*.md"))]:
+    for page in [options.root / "README.md", *sorted(docs.rglob("*.md"))]:
         text = page.read_text(encoding="utf-8")
         whole = op_reference.with_all_families(text) if page.name == "ops.md" else text
         expected = written(whole, files)

@@ -173,7 +173,7 @@ def test_every_public_function_and_module_is_on_the_page_of_ops() -> None:
 
 def test_pictures_are_shown() -> None:
     """Each picture in docs/results is on a page, and each picture of a page exists."""
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     shown = {
         (page.parent / path).resolve()
         for page in pages

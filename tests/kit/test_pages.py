@@ -43,6 +43,8 @@ SHOWN = {
     "docs/distributed.md": 2,
     "docs/examples.md": 6,
     "docs/install.md": 6,
+    "docs/learn/ship.md": 1,
+    "docs/learn/square.md": 1,
     "docs/models.md": 6,
     "docs/mutation.md": 1,
     "docs/new.md": 4,
@@ -180,6 +182,8 @@ RUN = [page for page in PAGES if any(map(is_run, blocks(page)))]
 def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHKILN_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
+    if page.parent.name == "learn":  # its reader is in a clone
+        (tmp_path / "docs").symlink_to(ROOT / "docs")
     runner = Runner(tmp_path)
     for block in filter(is_run, blocks(page)):
         runner.run(block)
@@ -250,5 +254,7 @@ def test_the_navigation_has_every_page() -> None:
     text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     lists = re.findall(r"^```\{toctree\}\n(?::.*\n)+\n([^`]*)^```$", text, re.MULTILINE)
     named = [name for found in lists for name in found.split()]
-    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
+    docs = ROOT / "docs"
+    pages = {path.relative_to(docs).with_suffix("").as_posix() for path in docs.rglob("*.md")}
+    pages -= {"index"}
     assert sorted(named) == sorted(pages)

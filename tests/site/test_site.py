@@ -148,7 +148,7 @@ def test_navigation_on_a_phone(browser: Browser, address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "page"), [("rms_norm", "ops.html"), ("mbarrier", "hopper-gemm.html")]
+    ("words", "page"), [("rms_norm", "ops.html"), ("mbarrier", "learn/shipped-product.html")]
 )
 def test_search(browser: Browser, address: str, words: str, page: str) -> None:
     browser.open(f"{address}/index.html")
@@ -223,7 +223,7 @@ def test_dark_mode(browser: Browser, address: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("page", ["index.html", "ops.html", "first-kernel.html", "cpp.html"])
+@pytest.mark.parametrize("page", ["index.html", "ops.html", "learn/square.html", "cpp.html"])
 def test_text_is_legible(browser: Browser, address: str, page: str, scheme: str) -> None:
     browser.prefer(scheme)
     browser.open(f"{address}/{page}")

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "detail/gemm/panel.h"
 #include "torchkiln/device/alignment.h"
 #include "torchkiln/kernels/matmul.h"
 
@@ -31,10 +32,6 @@ inline bool fits_tensor_map(const MapShape& shape, Dtype dtype) {
          in_range(shape.outer_stride) && in_range(shape.batch_stride) && shape.inner < INT32_MAX &&
          shape.outer < INT32_MAX && shape.batch < INT32_MAX;
 }
-
-/// The contiguous dimension of an operand: the dimension that is summed (k), or the one that it
-/// shares with the result (rows of A, columns of B).
-enum class Major { k, outer };
 
 namespace sm90 {
 

@@ -17,10 +17,6 @@
 
 namespace torchkiln::gemm {
 
-/// Bytes per row of a box. In the 128-byte swizzle the 16-byte chunk c of row r lies at position c
-/// ^ (r % 8), so that eight rows are read or written without bank conflicts in either direction.
-inline constexpr int kSwizzleBytes = 128;
-
 /// Offset in bytes of a 16-byte chunk from the start of its box.
 __device__ __forceinline__ int swizzled(int row, int chunk) {
   return row * kSwizzleBytes + ((chunk ^ (row % 8)) * 16);

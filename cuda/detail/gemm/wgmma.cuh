@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "detail/gemm/tma.cuh"
+#include "detail/gemm/panel.h"
 
 namespace torchkiln::gemm::wgmma {
 
