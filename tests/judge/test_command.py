@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from torchkiln.cli import main
-from torchkiln.judge import Verdict, fast_p, judge
+from torchkiln.judge import Verdict, fast_p, judge, judging
 from torchkiln.judge.watched import Watched
 from torchkiln.judge.zygote import Zygote
 
@@ -39,6 +41,19 @@ SPECS = (
 """
 
 
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    """The process that starts those of candidates: it imports torch once for all tests."""
+    with Zygote() as made:
+        yield made
+
+
+@pytest.fixture
+def one_zygote(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command does not start another one."""
+    monkeypatch.setattr(judging, "Zygote", lambda: nullcontext(zygote))
+
+
 def test_a_folder_with_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "reference").mkdir()
     for name, source in (("gate", "problems/gate.py"), ("weak", "weak/constant.py")):
@@ -58,6 +73,7 @@ def test_a_folder_with_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert set(content["scores"]) == {"fast_0", "fast_1", "fast_1.5", "fast_2"}
 
 
+@pytest.mark.usefixtures("one_zygote")
 def test_json_alone_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(FOLDER / "cheats" / "zeros.py"), str(FOLDER / "problems" / "gate.py")]
     assert main(["judge", *words, *CPU, "--json=-"]) == 1
@@ -84,6 +100,7 @@ def test_wrong_calls(words: list[str], message: str, capsys: pytest.CaptureFixtu
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("one_zygote")
 @pytest.mark.parametrize(("argument", "status"), [("x * scale", 0), ("x", 1)])
 def test_a_function_beside_a_spec_of_ours(
     argument: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -96,42 +113,44 @@ def test_a_function_beside_a_spec_of_ours(
     assert ("only the given shape" in out) == (status == 1)
 
 
-def test_a_spec_of_another_package(tmp_path: Path) -> None:
+def test_a_spec_of_another_package(tmp_path: Path, zygote: Zygote) -> None:
     specs, candidate = tmp_path / "specs_of_tripled.py", tmp_path / "triples.py"
     specs.write_text(SPECS)
     candidate.write_text("def tripled(x):\n    return x + x + x\n")
-    verdict = judge(candidate, op="tripled", specs=str(specs), rounds=5, budget=0.0)
+    verdict = judge(candidate, op="tripled", specs=str(specs), zygote=zygote, rounds=5, budget=0.0)
     assert verdict.accepted, str(verdict)
     assert "gradients" in verdict.answers
     assert {"candidate", "eager"} <= verdict.seconds.keys()
 
 
-def test_a_candidate_that_hangs_or_crashes_is_refused(tmp_path: Path) -> None:
+def test_a_candidate_that_hangs_or_crashes_is_refused(tmp_path: Path, zygote: Zygote) -> None:
     file = tmp_path / "crash.py"
     file.write_text("import os\nprint('about to end', flush=True)\nos._exit(3)\n")
-    verdict = judge(file, FOLDER / "problems" / "gate.py", rounds=0)
+    verdict = judge(file, FOLDER / "problems" / "gate.py", zygote=zygote, rounds=0)
     assert verdict.tricks == ("does not run",)
     assert "about to end" in verdict.findings[0].evidence
 
 
-def test_a_candidate_that_ends_when_gradients_are_asked_for_is_refused(tmp_path: Path) -> None:
+def test_a_candidate_that_ends_when_gradients_are_asked_for_is_refused(
+    tmp_path: Path, zygote: Zygote
+) -> None:
     file = tmp_path / "ends.py"
     source = (FOLDER / "honest" / "same_calls.py").read_text()
     exits = "        if torch.is_grad_enabled():\n            __import__('os')._exit(3)\n"
     file.write_text(source.replace("        return", f"{exits}        return"))
-    verdict = judge(file, FOLDER / "problems" / "gate.py", rounds=0)
+    verdict = judge(file, FOLDER / "problems" / "gate.py", zygote=zygote, rounds=0)
     assert verdict.tricks == ("does not run",), str(verdict)
     assert verdict.findings[0].evidence.startswith("gradients: the process ended")
 
 
 def test_a_candidate_of_one_shape_may_refuse_the_small_calls_of_a_slow_problem(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zygote: Zygote
 ) -> None:
     monkeypatch.setattr("torchkiln.judge.checks.SLOW", 0.0)
     file = tmp_path / "one_shape.py"
     source = (FOLDER / "honest" / "refuses_dtypes.py").read_text()
     file.write_text(source.replace("x.dtype != torch.float32", "x.shape != (44, 72)"))
-    verdict = judge(file, FOLDER / "problems" / "rows.py", rounds=0)
+    verdict = judge(file, FOLDER / "problems" / "rows.py", zygote=zygote, rounds=0)
     assert verdict.accepted, str(verdict)
     assert verdict.answers["shapes"].startswith("0 of 6; refuses")
     assert verdict.answers["values"].startswith("yes")

@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+import torch.distributed as dist
 
 LIMIT = 900
 """Seconds of a process."""
@@ -62,15 +63,16 @@ def execute(code: str, words: list[str], folder: str, variables: dict[str, str])
     exec(compile(code, "<forked>", "exec"), {"__name__": "__main__"})
 
 
-def forked(code: str, *words: object) -> CompletedProcess[str]:
+def forked(code: str, *words: object, **variables: str) -> CompletedProcess[str]:
     """Run code in a new process that has imported torch and torchkiln already.
 
-    A server, which has imported them, forks the process. The import takes seconds.
+    A server, which has imported them, forks the process. The import takes seconds. The process
+    has more variables of the environment than this one.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pytest", "torchkiln", *DISTRIBUTED])
     with TemporaryDirectory() as folder:
-        given = (code, list(map(str, words)), folder, dict(os.environ))
+        given = (code, list(map(str, words)), folder, os.environ | variables)
         process = context.Process(target=execute, args=given)
         process.start()
         process.join(LIMIT)
@@ -121,6 +123,44 @@ def run_processes(script: str, device: torch.device, most: int, folder: Path) ->
 def leaving(program: Path, folder: Path) -> Path:
     """A script that runs the program and then ends as the processes of run_processes() do."""
     script = folder / "leaving.py"
-    run_it = f"import runpy\nrunpy.run_path({str(program)!r}, run_name='__main__')\n"
-    script.write_text(run_it + LEAVE, encoding="utf-8")
+    find_it = f"import runpy, sys\nsys.path.insert(0, {str(program.parent)!r})\n"
+    run_it = f"runpy.run_path({str(program)!r}, run_name='__main__')\n"
+    script.write_text(find_it + run_it + LEAVE, encoding="utf-8")
     return script
+
+
+def launched(program: Path, device: torch.device, size: int, folder: Path, *words: str) -> str:
+    """The output of a program in processes of torchrun, or in a single one without it.
+
+    Processes on the CPU are forked and get torchrun's variables; those of torchrun import torch.
+    """
+    script = leaving(program, folder)
+    words = ("--device", device.type, *words)
+    if device.type == "cpu":
+        ended = torchrun_on_cpu(script.read_text(encoding="utf-8"), size, words)
+    else:
+        start = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}")
+        command = [sys.executable, *(start if size > 1 else ()), str(script), *words]
+        ended = [run(command, capture_output=True, text=True, timeout=LIMIT, check=False)]
+    for done in ended:
+        assert done.returncode == 0, done.stderr[-3000:]
+    return "".join(done.stdout for done in ended)
+
+
+def torchrun_on_cpu(code: str, size: int, words: tuple[str, ...]) -> list[CompletedProcess[str]]:
+    """How processes end that find each other as those of torchrun do, in a store of this process.
+
+    The system chooses the port of the store while it opens it, so that no other process has it.
+    """
+    if size == 1:
+        return [forked(code, *words)]
+    host = "127.0.0.1"
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    shared = {"MASTER_ADDR": host, "MASTER_PORT": str(store.port), "WORLD_SIZE": str(size)}
+    shared["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+
+    def process(rank: int) -> CompletedProcess[str]:
+        return forked(code, *words, RANK=str(rank), LOCAL_RANK=str(rank), **shared)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(process, range(size)))

@@ -87,6 +87,7 @@ def leaves(x: Any) -> list[Tensor]:
     return [x] if isinstance(x, Tensor) else list(x)
 
 
+@pytest.mark.rotates("layout", 3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_copy_in_front_of_an_op(layout: str) -> None:
     """A kernel that Inductor adds for the layout of an argument has the name of the op."""
@@ -106,6 +107,7 @@ def test_no_copy_in_front_of_an_op(layout: str) -> None:
     assert not [name for name in kernels for op in OPS if op in name]
 
 
+@pytest.mark.rotates("layout", 2)
 @pytest.mark.parametrize("layout", ["channels_last", "computed, then expanded"])
 def test_gradients_of_any_layout(layout: str) -> None:
     """Of results that are read transposed and expanded: their gradients have these layouts."""

@@ -7,13 +7,12 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from subprocess import run
 from types import ModuleType
 
 import pytest
 import torch
 import torch.distributed as dist
-from processes import leaving, processes_on
+from processes import launched, processes_on
 
 from torchkiln import jit
 
@@ -124,13 +123,9 @@ def test_its_kernels_compile(example: ModuleType) -> None:
 
 def losses(device: torch.device, processes: int, folder: Path, *options: str) -> dict[int, float]:
     """The losses of a run of the parallel example by step."""
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    script = str(leaving(FOLDER / "parallel.py", folder))
-    program = [script, "--device", device.type, "--dtype", "float64"]
-    words = [sys.executable, *(start if processes > 1 else []), *program, *options]
-    done = run(words, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = re.findall(r"^step (\d+): loss (\S+)$", done.stdout, re.MULTILINE)
+    words = ("--dtype", "float64", *options)
+    said = launched(FOLDER / "parallel.py", device, processes, folder, *words)
+    found = re.findall(r"^step (\d+): loss (\S+)$", said, re.MULTILINE)
     return {int(step): float(loss) for step, loss in found}
 
 

@@ -258,7 +258,7 @@ def test_a_line_that_has_no_place(edit: Edit, message: str) -> None:
 def checkout(tmp_path: Path) -> Path:
     """The sources that are compiled, and the list of their families."""
     folder = tmp_path / "checkout"
-    left_out = shutil.ignore_patterns("__pycache__", "templates")
+    left_out = shutil.ignore_patterns("__pycache__", "templates", "*.so*")
     for name in ("cpp", "cuda", "src"):
         shutil.copytree(ROOT / name, folder / name, ignore=left_out)
     for name in (".clang-format", "CMakeLists.txt", "pyproject.toml"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
@@ -17,6 +18,8 @@ pytestmark = pytest.mark.skipif(
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 TIMEOUTS = {"cpu": 300.0, "cuda": 30.0}
 """Seconds after which NCCL gives up; gloo sees at once that a connection is closed."""
+# The system resets a connection that has unread data, which depends on the load.
+ERRORS = {"cpu": r"Connection (closed|reset) by peer|Broken pipe", "cuda": "DistBackendError"}
 
 TRAIN = f"""
 import os, signal
@@ -66,7 +69,6 @@ def test_the_others_end_with_an_error_and_the_checkpoint_loads(
     assert last.returncode == -signal.SIGKILL, last.stderr[-3000:]
     for other in others:
         assert other.returncode != 0
-        words = "Connection closed by peer" if device.type == "cpu" else "DistBackendError"
-        assert words in other.stderr, other.stderr[-3000:]
+        assert re.search(ERRORS[device.type], other.stderr), other.stderr[-3000:]
     (tmp_path / "alone").mkdir()
     run_processes(folder + TRAIN + CONTINUE, torch.device("cpu"), 1, tmp_path / "alone")

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
-from subprocess import run
 from typing import Any
 
 import parallel_table
 import pytest
 import torch
 import torch.distributed as dist
-from processes import leaving, processes_on
+from processes import forked, launched, processes_on
 
 pytestmark = pytest.mark.skipif(
     not dist.is_available(), reason="this torch has no torch.distributed"
@@ -24,19 +21,9 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 def rows(device: torch.device, processes: int, folder: Path, *options: str) -> list[Any]:
     """The lines of a run with small sizes."""
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    script = str(leaving(DOCS / "parallel_steps.py", folder))
-    words = ["--tiny", "--device", device.type, "--commit", "abc", *options]
-    done = run(
-        [sys.executable, *(start if processes > 1 else []), script, *words],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(DOCS)},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    words = ("--tiny", "--commit", "abc", *options)
+    said = launched(DOCS / "parallel_steps.py", device, processes, folder, *words)
+    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
 
 
 def test_losses_of_all_engines_are_those_of_one_process(
@@ -64,6 +51,8 @@ def test_batch_norms_of_several_processes(device: torch.device, tmp_path: Path) 
         assert losses[name] == pytest.approx(losses["torch"], rel=0.02)
 
 
+IN_DOCS = f"import sys\nsys.path.insert(0, {str(DOCS)!r})\n"
+
 COUNT = """
 import json
 from collectives import counted
@@ -78,7 +67,7 @@ print(json.dumps(found))
 
 def test_no_op_adds_a_collective() -> None:
     """In a process of its own, for its process groups."""
-    done = run([sys.executable, "-c", COUNT], capture_output=True, text=True, cwd=DOCS, check=False)
+    done = forked(IN_DOCS + COUNT)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     gathers = {"fsdp": 0, "tp": 1, "fsdp+tp": 1}  # the loss: one gather in place of three sums
@@ -100,7 +89,7 @@ assert line in PAGE.read_text(), f"type: python docs/collectives.py --write\\n{l
     not torch.__version__.startswith("2.13."), reason="engines differ between versions of torch"
 )
 def test_the_page_has_the_counts() -> None:
-    done = run([sys.executable, "-c", ROW], capture_output=True, text=True, cwd=DOCS, check=False)
+    done = forked(IN_DOCS + ROW)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

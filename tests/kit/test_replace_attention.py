@@ -143,6 +143,7 @@ def packed() -> dict[str, Any]:
     return {"input_ids": tokens(), "position_ids": positions, "use_cache": False}
 
 
+@pytest.mark.rotates("given", 2)
 @pytest.mark.parametrize("given", [padded(), packed()], ids=["padded", "packed"])
 @pytest.mark.parametrize("name", ["Llama", "Gemma3", "GPT2"])
 def test_padding_and_packed_sequences_keep_their_mask(name: str, given: dict[str, Any]) -> None:
@@ -157,6 +158,7 @@ def test_padding_and_packed_sequences_keep_their_mask(name: str, given: dict[str
     assert compiled.calls() == ["mask", "mask"]
 
 
+@pytest.mark.rotates("name", 3)
 @pytest.mark.parametrize("name", ["Llama", "Gemma3", "GPT2"])
 def test_a_compiled_model_continues_from_a_cache(name: str) -> None:
     model = made(name, sliding_window=WINDOW) if name == "Gemma3" else made(name)

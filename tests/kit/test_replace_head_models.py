@@ -330,6 +330,7 @@ def test_losses_of_users(losses: list[dict[str, Any]]) -> None:
     assert not losses
 
 
+@pytest.mark.rotates("name", 3)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "bert"])
 def test_graphs(name: str) -> None:
     """A whole graph without logits, whose results can be read and differentiated."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchkiln.testing.check import check
 from torchkiln.testing.compare import (
+    Truths,
     Where,
     gradients,
     noted,
@@ -102,6 +103,7 @@ def gradient_strides(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> 
             continue
         wanted = spec.wanted(sample)
         grads = incoming(spec, sample.call(spec.op))
+        truths = Truths()
         for i, grad in enumerate(grads):
             for placed in layouts(grad) if grad is not None else ():
                 name = f"incoming gradient {f'{i} ' if i else ''}{placed.name}"
@@ -111,7 +113,7 @@ def gradient_strides(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> 
                 found = vector_jacobian(spec.op, spec.leaves(sample), wanted, laid)
                 unchanged = torch.equal(placed.bits(), before)
                 require(unchanged, where, "the backward wrote to its input")
-                require_gradients(found, sample, wanted, laid, where)
+                require_gradients(found, sample, wanted, laid, where, truths)
         for moved, buffers in relaid(sample):
             bytes_before = [placed.bits() for placed in buffers]
             where = Where(spec, "gradient_strides", moved)
@@ -119,7 +121,7 @@ def gradient_strides(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> 
             for placed, old in zip(buffers, bytes_before, strict=True):
                 unchanged = torch.equal(placed.bits(), old)
                 require(unchanged, where, "the backward wrote to an argument or around it")
-            require_gradients(found, moved, wanted, grads, where)
+            require_gradients(found, moved, wanted, grads, where, truths)
 
 
 @check(needs="differentiable")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchkiln.testing.check import UnavailableError, check
 from torchkiln.testing.compare import (
+    Truths,
     Where,
     exact,
     outputs,
@@ -160,13 +161,14 @@ def strides(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     for sample in spec.samples(device, dtype):
         if sample.numel > SMALL:
             continue
+        truths = Truths()
         for moved, buffers in relaid(sample):
             before = [placed.bits() for placed in buffers]
             where = Where(spec, "strides", moved)
             found = moved.call(spec.op)
             for placed, old in zip(buffers, before, strict=True):
                 require(torch.equal(placed.bits(), old), where, "the op wrote to its input")
-            require_values(found, moved, where)
+            require_values(found, moved, where, truths)
 
 
 def available_memory(device: torch.device) -> int:
