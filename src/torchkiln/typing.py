@@ -11,6 +11,7 @@ __all__ = [
     "Gate",
     "Head",
     "Kind",
+    "Precision",
     "Reduction",
     "Rounding",
     "Saved",
@@ -61,6 +62,9 @@ Kind: TypeAlias = Literal[
 
 Head: TypeAlias = bool | Literal["loss"]
 """Whether ``torchkiln.replace`` computes losses without logits, as for its ``head``."""
+
+Precision: TypeAlias = Literal["fp8"]
+"""Precisions of matrix products other than that of their tensors: float8_e4m3fn."""
 
 Device: TypeAlias = torch.device | str | int
 """A device as torch's functions take it."""
