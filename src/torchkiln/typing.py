@@ -60,8 +60,8 @@ Kind: TypeAlias = Literal[
 ]
 """Kinds of replacements, as for ``torchkiln.replace``."""
 
-Head: TypeAlias = bool | Literal["loss"]
-"""Whether ``torchkiln.replace`` computes losses without logits, as for its ``head``."""
+Head: TypeAlias = bool | Literal["loss", "fp8"]
+"""The treatment of heads by ``torchkiln.replace``, as for its ``head``."""
 
 Precision: TypeAlias = Literal["fp8"]
 """Precisions of matrix products other than that of their tensors: float8_e4m3fn."""
