@@ -267,3 +267,12 @@ class OnGpu(torch.Tensor):
     """A tensor that says that it is on a GPU."""
 
     is_cuda = True
+
+
+def test_a_product_in_fp8_is_timed_beside_the_usual_one() -> None:
+    """Its composite emulates FP8."""
+    spec = next(spec for spec in SPECS if spec.name == "linear_fp8")
+    for case in cases(spec, CPU, torch.bfloat16, (32, 64)):
+        x, weight = case.sample.args
+        assert torch.equal(peers.eager(case)(x, weight), F.linear(x, weight))
+    assert peers.eager(a_case(ADD)) is ADD.composite

@@ -271,6 +271,16 @@ def test_transforms_run_the_original_forward() -> None:
         found.feed(x.float()).float().sum().backward()
 
 
+@pytest.mark.usefixtures("served")
+def test_layers_that_are_slower_on_an_example_stay() -> None:
+    """As all of them on a CPU, which emulates the products."""
+    found = model()
+    report = torchkiln.replace(found, precision="fp8", only="linear", example=batch())
+    assert not named(report)
+    assert report["mixed"].reason == "slower on the example"
+    assert not any(layer in CACHES for layer in found.modules())
+
+
 def test_a_graph_has_what_is_missing_as_a_constant() -> None:
     def call(x: Tensor) -> Tensor:
         return x + 1 if fp8.missing(x.device.type, x.device.index) else x
