@@ -7,9 +7,10 @@
 Each line is measured in a process of its own, without a cache of compiled code; the next processes
 import torch and transformers meanwhile. The column `attention` says whose masks the model has:
 `library` those of transformers, `causal` those of `attn_implementation="torchkiln"`, which keep
-causal attention causal under torch.compile. Start-up is replace, torch.compile and two steps.
-With several GPUs, all lines of one model are measured on the same GPU. --tiny is for a test on a
-CPU.
+causal attention causal under torch.compile. The columns `fp8` are replace(precision="fp8"), and own
+blocks in FP8 in the row `blocks`; those of torchao have its FP8 in all linear layers but the head,
+and torch.compile. Start-up is replace, torch.compile and two steps. With several GPUs, all lines of
+one model are measured on the same GPU. --tiny is for a test on a CPU.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ from pathlib import Path
 from typing import Any
 
 COLUMNS: dict[str, tuple[str, ...]] = {
-    "models": ("eager", "compile", "replace", "replace+compile", "head", "backend"),
+    "models": (
+        *("eager", "compile", "replace", "replace+compile", "head", "backend"),
+        *("fp8", "fp8 head", "torchao tensorwise", "torchao rowwise"),
+    ),
     "lengths": ("eager", "replace", "compile", "compile dynamic", "compile mark_dynamic"),
     "small": ("host", "graphs", "reduce-overhead"),
 }

@@ -48,8 +48,8 @@ class Model:
     takes: str = "tokens"
     """What the model takes: ``tokens``, ``images`` or ``sounds``."""
 
-    def build(self, device: torch.device, *, tiny: bool = False) -> nn.Module:
-        """The model in bfloat16, in training mode."""
+    def build(self, device: torch.device, *, tiny: bool = False, column: str = "") -> nn.Module:  # noqa: ARG002
+        """The model in bfloat16, in training mode; it is the same for all columns."""
         import transformers  # noqa: PLC0415  an optional package
 
         names = self.options if tiny else ()
@@ -93,18 +93,22 @@ class Model:
 
 
 class Blocks(nn.Module):
-    """A Llama of :class:`torchkiln.nn.TransformerBlock`."""
+    """A Llama of :class:`torchkiln.nn.TransformerBlock`, whose blocks, and head, may be in FP8."""
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def __init__(self, options: Mapping[str, Any], *, fp8: bool, fp8_head: bool) -> None:
         super().__init__()
+        precision: Any = "fp8" if fp8 else None
         dim, size = options["hidden_size"], options["intermediate_size"]
         heads = options["num_attention_heads"], options["num_key_value_heads"]
         self.tokens = nn.Embedding(options["vocab_size"], dim)
         layers = range(options["num_hidden_layers"])
         block = torchkiln.nn.TransformerBlock
-        self.layers = nn.ModuleList(block(dim, *heads, None, size) for _ in layers)
+        self.layers = nn.ModuleList(
+            block(dim, *heads, None, size, precision=precision) for _ in layers
+        )
         self.norm = torchkiln.nn.AddRMSNorm(dim)
-        self.head = nn.Linear(dim, options["vocab_size"], bias=False)
+        layer = torchkiln.nn.LinearFP8 if fp8_head else nn.Linear
+        self.head = layer(dim, options["vocab_size"], bias=False)
         angles = torchkiln.nn.RotaryEmbedding(dim // heads[0], LENGTH)
         self.angles = angles.cos.float(), angles.sin.float()  # no buffers: they stay float32
 
@@ -123,12 +127,13 @@ class Blocks(nn.Module):
 class OwnModel(Model):
     """A model without transformers."""
 
-    def build(self, device: torch.device, *, tiny: bool = False) -> nn.Module:
-        """The model in bfloat16, in training mode."""
+    def build(self, device: torch.device, *, tiny: bool = False, column: str = "") -> nn.Module:
+        """The model in bfloat16, in training mode; that of the columns ``fp8`` is in FP8."""
         options = {**self.options, **({k: TINY[k] for k in self.options} if tiny else {})}
+        words = {"fp8": column in {"fp8", "fp8 head"}, "fp8_head": column == "fp8 head"}
         torch.manual_seed(0)
         with torch.device(device):
-            return Blocks(options).to(torch.bfloat16).train()
+            return Blocks(options, **words).to(torch.bfloat16).train()
 
     def model_class(self) -> Any:
         """The class."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import random
 import statistics
 import time
@@ -19,11 +20,23 @@ from torch import Tensor, nn
 import torchkiln
 from torchkiln.bench.clock import synchronize
 from torchkiln.patch import Report
+from torchkiln.patch.fp8 import STEP, heads_of
 
 STEPS, WARM = 12, 2
 LENGTHS, SHORTEST, LONGEST = 60, 64, 4096
 LEAST_STAGE = 0.5
 """Seconds from which a stage of torch.compile is in a line."""
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "replace": {},
+    "replace+compile": {},
+    "head": {"head": True},
+    "fp8": {"precision": "fp8"},
+    "fp8 head": {"precision": "fp8", "head": "fp8"},
+}
+"""The arguments of replace by column."""
+RECIPES = {"torchao tensorwise": "tensorwise", "torchao rowwise": "rowwise"}
+"""The recipes of torchao's training in FP8, under torch.compile, by column."""
 
 Row = dict[str, Any]
 Step = Callable[[], Tensor]
@@ -46,22 +59,54 @@ def why_library(report: Report) -> str:
     return f"attention is the library's: {', '.join(reasons) or 'it makes no masks'}"
 
 
+def in_fp8(report: Report) -> int:
+    """The number of layers in FP8; Skip without any, with the most frequent reason."""
+    count = sum("fp8" in found.now for found in report.changed)
+    if not count:
+        reasons = Counter(found.reason for found in report.rows if "FP8" in found.reason)
+        raise Skip(next((reason for reason, _ in reasons.most_common(1)), "no linear layers"))
+    return count
+
+
+def to_torchao(model: nn.Module, recipe: str) -> int:
+    """Puts linear layers of torch into torchao's FP8, except heads; returns their number."""
+    if isinstance(model, Blocks):
+        raise Skip("the feed-forward layers of the blocks do not call their projections")
+    try:
+        float8: Any = importlib.import_module("torchao.float8")
+    except ImportError as error:
+        raise Skip("torchao is not installed") from error
+    heads = heads_of(model)
+
+    def gains(layer: nn.Module, _: str) -> bool:
+        sizes = layer.get_parameter("weight").shape
+        return layer not in heads and not any(size % STEP for size in sizes)
+
+    config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    float8.convert_to_float8_training(model, module_filter_fn=gains, config=config)
+    return sum(type(module).__name__ == "Float8Linear" for module in model.modules())
+
+
 def prepared(model: nn.Module, row: Row) -> tuple[Callable[..., Any], dict[str, int]]:
     """What a step calls, and how many modules of each kind are replaced."""
     column, is_causal = row["column"], row["attention"] == "causal"
     counts: dict[str, int] = {}
-    if column in ("replace", "replace+compile", "head"):
-        options: dict[str, Any] = {} if is_causal else {"skip": ["attention"]}
-        if column == "head":
-            options["head"] = True
-        report = torchkiln.replace(model, **options)
+    is_own = isinstance(model, Blocks)
+    if column in OPTIONS and not (is_own and "precision" in OPTIONS[column]):
+        report = torchkiln.replace(model, **OPTIONS[column], skip=[] if is_causal else "attention")
         counts = dict(Counter(found.kind for found in report.changed))
         if is_causal and "attention" not in counts:
             raise Skip(why_library(report))
         if column == "head" and "head" not in counts:
             raise Skip("no head is replaced")
-    elif is_causal and not isinstance(model, Blocks):
+        if "precision" in OPTIONS[column]:
+            counts["fp8"] = in_fp8(report)
+    elif column in RECIPES:
+        counts["torchao"] = to_torchao(model, RECIPES[column])
+    if is_causal and column not in OPTIONS and not is_own:
         route_attention(model)
+    if column in RECIPES:
+        return torch.compile(model), counts
     if column == "backend":
         return torch.compile(model, backend="torchkiln"), counts
     if "compile" in column:
@@ -111,7 +156,7 @@ def peak(device: torch.device) -> int | None:
 
 def made(row: Row, device: torch.device) -> nn.Module:
     """The model of a row, on the device."""
-    model = MODELS[row["model"]].build(device, tiny=row["tiny"])
+    model = MODELS[row["model"]].build(device, tiny=row["tiny"], column=row["column"])
     synchronize(device)
     return model
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchkiln
+from torchkiln.typing import Precision
 
 WIDTH, HEADS, KV_HEADS, HIDDEN, BLOCKS = 64, 4, 2, 128, 2
 HEAD = WIDTH // HEADS
@@ -58,12 +59,12 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Model(nn.Module):
     """Maps characters to the logits of the next one."""
 
-    def __init__(self, fused: bool) -> None:
+    def __init__(self, fused: bool, precision: Precision | None = None) -> None:
         super().__init__()
         self.embedding = nn.Embedding(len(CHARACTERS), WIDTH)
+        sizes: dict[str, Any] = {"hidden_features": HIDDEN, "precision": precision}
         blocks = [
-            torchkiln.nn.TransformerBlock(WIDTH, HEADS, KV_HEADS, hidden_features=HIDDEN)
-            for _ in range(BLOCKS)
+            torchkiln.nn.TransformerBlock(WIDTH, HEADS, KV_HEADS, **sizes) for _ in range(BLOCKS)
         ]
         self.blocks = nn.ModuleList(blocks if fused else map(PlainBlock, blocks))
         self.rotary = torchkiln.nn.RotaryEmbedding(HEAD, LENGTH)

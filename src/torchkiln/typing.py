@@ -11,6 +11,7 @@ __all__ = [
     "Gate",
     "Head",
     "Kind",
+    "Precision",
     "Reduction",
     "Rounding",
     "Saved",
@@ -59,8 +60,11 @@ Kind: TypeAlias = Literal[
 ]
 """Kinds of replacements, as for ``torchkiln.replace``."""
 
-Head: TypeAlias = bool | Literal["loss"]
-"""Whether ``torchkiln.replace`` computes losses without logits, as for its ``head``."""
+Head: TypeAlias = bool | Literal["loss", "fp8"]
+"""The treatment of heads by ``torchkiln.replace``, as for its ``head``."""
+
+Precision: TypeAlias = Literal["fp8"]
+"""Precisions of matrix products other than that of their tensors: float8_e4m3fn."""
 
 Device: TypeAlias = torch.device | str | int
 """A device as torch's functions take it."""

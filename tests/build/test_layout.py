@@ -24,6 +24,7 @@ SHARED = {
         "_flops",
         "_folding",
         "_on_import",
+        "_pair_fp8",
         "_pool",
         "_sharding",
         "_traced",

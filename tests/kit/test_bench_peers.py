@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torchkiln.bench import peers
 from torchkiln.bench.case import BACKWARD, FORWARD, BenchCase, Function, cases
 from torchkiln.bench.clock import cpu_clock, device_clock
 from torchkiln.bench.measure import Settings, time_case, time_small
-from torchkiln.bench.peers import liger, quack
+from torchkiln.bench.peers import liger, quack, torchao
 from torchkiln.bench.report import tables
 from torchkiln.bench.result import OURS
 from torchkiln.testing import SPECS, OpSpec, Sample, Traffic
@@ -233,3 +234,45 @@ def test_a_peer_that_waits_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> N
     assert row is not None
     assert set(row.times) == {OURS, "eager"}
     assert row.missing == {"liger": "waits for the GPU, which a CUDA graph cannot"}
+
+
+@pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
+def test_the_layer_of_torchao_in_a_graph() -> None:
+    x, weight = torch.randn(32, 64), torch.randn(48, 64)
+    x, weight = (t.bfloat16().requires_grad_() for t in (x, weight))
+    layer = torchao.layer_of(weight, emulate=True)
+    y = torch.compile(layer, backend="aot_eager", fullgraph=True)(x, weight)
+    grads = torch.autograd.grad(y.float().square().sum(), (x, weight))
+    exact = torch.nn.functional.linear(x, weight)
+    assert 1e-3 < (y - exact).norm() / exact.norm() < 0.1
+    assert [grad.shape for grad in grads] == [x.shape, weight.shape]
+
+
+def test_torchao_has_the_layer_in_fp8_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [op for op in ("linear", "linear_fp8") if peers.knows("torchao", op)] == ["linear_fp8"]
+    monkeypatch.setattr(peers.package, "find_spec", lambda _: object())
+    x, weight = (
+        torch.randn(size, 40).as_subclass(OnGpu)
+        for size in (32, 48)  # 40 is no multiple of 16
+    )
+    case = dataclasses.replace(
+        a_case(dataclasses.replace(ADD, name="linear_fp8")),
+        sample=FakeGpuSample("odd", (x, weight)),
+    )
+    with pytest.raises(peers.Refused, match="multiples of 16"):
+        peers.MAKERS["torchao"](case)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+def test_a_product_in_fp8_is_timed_beside_the_usual_one() -> None:
+    """Its composite emulates FP8."""
+    spec = next(spec for spec in SPECS if spec.name == "linear_fp8")
+    for case in cases(spec, CPU, torch.bfloat16, (32, 64)):
+        x, weight = case.sample.args
+        assert torch.equal(peers.eager(case)(x, weight), F.linear(x, weight))
+    assert peers.eager(a_case(ADD)) is ADD.composite

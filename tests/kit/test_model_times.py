@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,10 @@ import model_times
 import pytest
 import torch
 from timed_models import MODELS, loss_of
-from timed_steps import MEASURES, Loss, Skip, gradients
+from timed_steps import MEASURES, Loss, Skip, gradients, to_torchao
 from torch._dynamo.utils import compilation_time_metrics, counters
+
+from torchkiln.patch import fp8
 
 pytest.importorskip("transformers")
 
@@ -135,3 +138,33 @@ def test_no_time_is_left() -> None:
         "models", "--rows", "gpt2", "--columns", "eager", "--attention", "library", "--within", "0"
     )
     assert row["skipped"] == "no time was left"
+
+
+def test_columns_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    (eager,) = measured("models", model="blocks", column="eager")
+    (blocks,) = measured("models", model="blocks", column="fp8")
+    (head,) = measured("models", model="blocks", column="fp8 head")
+    assert len({eager["loss"], blocks["loss"], head["loss"]}) == 3
+    for row in (blocks, head):
+        assert row["loss"] == pytest.approx(eager["loss"], rel=1e-2)
+    with pytest.raises(Skip, match=r"FP8 needs a GPU of compute capability 9\.0, got cpu"):
+        measured("models", model="llama", column="fp8")
+    monkeypatch.setattr(fp8, "missing", lambda *_: "")
+    monkeypatch.setattr(fp8, "LEAST", 1)
+    (row,) = measured("models", model="llama", column="fp8")
+    assert row["replaced"]["fp8"] == 14  # seven layers of 32 or 64 features in each of two blocks
+    assert row["loss"] == pytest.approx(
+        measured("models", model="llama", column="eager")[0]["loss"], rel=2e-2
+    )
+
+
+def test_columns_of_torchao() -> None:
+    with pytest.raises(Skip, match="do not call their projections"):
+        measured("models", model="blocks", column="torchao rowwise")
+    if find_spec("torchao") is None:
+        with pytest.raises(Skip, match="torchao is not installed"):
+            measured("models", model="llama", column="torchao tensorwise")
+        return
+    model = MODELS["llama"].build(CPU, tiny=True)
+    assert to_torchao(model, "rowwise") == 14
+    assert type(model.get_submodule("lm_head")) is torch.nn.Linear

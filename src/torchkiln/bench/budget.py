@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from torchkiln.bench.measure import Settings
-from torchkiln.bench.peers import COMPILE, QUACK
+from torchkiln.bench.peers import COMPILE, QUACK, TORCHAO
 
-BUILDERS = (COMPILE, QUACK)
+BUILDERS = (COMPILE, QUACK, TORCHAO)
 """Peers that compile kernels for every new shape."""
 
 LEAST = 0.05

@@ -21,6 +21,7 @@ from torchkiln._report import Report
 from torchkiln.bench.case import call_of
 from torchkiln.bench.clock import Call, Clock, HostClock, Times, device_clock, in_turns
 from torchkiln.bench.draws import Draw, drawn, key, text
+from torchkiln.bench.peers import eager as eager_of
 from torchkiln.bench.report import duration
 from torchkiln.bench.result import reason_of
 from torchkiln.testing import OpSpec
@@ -181,7 +182,7 @@ def timed(draw: Draw) -> Timed:
     calls = {"ours": call_of(case, case.spec.op, direction, grads)}
     calls["ours"]()
     try:
-        calls["eager"] = call_of(case, case.spec.composite, direction, grads)
+        calls["eager"] = call_of(case, eager_of(case), direction, grads)
         calls["eager"]()
     except Exception as error:
         raise EagerError(reason_of(error) or f"eager torch raised: {words_of(error)}") from error

@@ -447,7 +447,7 @@ CHOICES = {
     "_softmax_backward": softmax_backward,
     "sum": total,
 }
-"""The function of each op by name. All other ops run replicated, except those in ``RANDOM``."""
+"""The function of each op by name."""
 
 RANDOM = {"_dropout_state", "dropout_add", "bias_dropout_add"}
 """Ops that draw numbers: :mod:`torchkiln.distributed.dropout` runs them, without a rule."""

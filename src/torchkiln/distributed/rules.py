@@ -7,7 +7,7 @@ first call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +18,17 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import register_sharding
 
-from torchkiln.distributed.choices import CHOICES, RANDOM, Choices
+from torchkiln.distributed import choices, quantized
+from torchkiln.distributed.choices import RANDOM, Choices
 from torchkiln.distributed.dropout import HANDLERS
 
 Strategy = tuple[list[Placement], list[Placement]]
 
 
 Rule = Callable[[Any], Choices]
+
+CHOICES: Mapping[str, Rule] = choices.CHOICES | quantized.CHOICES
+"""The function of each op by name. All other ops run replicated, except those in ``RANDOM``."""
 
 
 def replicated(_: SimpleNamespace) -> Choices:

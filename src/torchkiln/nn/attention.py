@@ -6,11 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchkiln.nn.checks import check_eps, check_p
+from torchkiln.nn.checks import check_eps, check_p, check_precision
 from torchkiln.nn.kv_cache import KVCache
 from torchkiln.nn.norm import RMSNorm
+from torchkiln.nn.quantize import LinearFP8
 from torchkiln.ops.rope import qkv_norm_rope
-from torchkiln.typing import Device
+from torchkiln.typing import Device, Precision
 
 
 class Attention(nn.Module):
@@ -40,6 +41,7 @@ class Attention(nn.Module):
         scale: a factor of the products of queries and keys; None for ``head_dim**-0.5``.
         interleaved: as for :func:`torchkiln.rope`.
         rotary_dim: as for :func:`torchkiln.rope`.
+        precision: ``"fp8"`` for projections that are :class:`LinearFP8`.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -67,6 +69,7 @@ class Attention(nn.Module):
         scale: float | None = None,
         interleaved: bool = False,
         rotary_dim: int | None = None,
+        precision: Precision | None = None,
         device: Device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -82,8 +85,10 @@ class Attention(nn.Module):
         self.eps = check_eps("nn.Attention", eps)
         columns = (num_heads + 2 * num_kv_heads) * self.head_dim
         last = bias if out_bias is None else out_bias
-        self.qkv = nn.Linear(dim, columns, bias, device=device, dtype=dtype)
-        self.out = nn.Linear(num_heads * self.head_dim, dim, last, device=device, dtype=dtype)
+        in_fp8 = check_precision("nn.Attention", precision) is not None
+        layer = LinearFP8 if in_fp8 else nn.Linear
+        self.qkv = layer(dim, columns, bias, device=device, dtype=dtype)
+        self.out = layer(num_heads * self.head_dim, dim, last, device=device, dtype=dtype)
         self.q_norm = self.k_norm = None
         if qk_norm is not None:
             self.q_norm, self.k_norm = (

@@ -2,7 +2,7 @@
 
 from typing import Any, TypeVar, get_args
 
-from torchkiln.typing import Activation, Gate, Reduction, Rounding, Saved
+from torchkiln.typing import Activation, Gate, Precision, Reduction, Rounding, Saved
 
 T = TypeVar("T")
 E = TypeVar("E", float, float | None)
@@ -31,6 +31,11 @@ def check_gate(module: str, act: Gate) -> Gate:
 def check_save(module: str, save: Saved) -> Saved:
     """Returns the setting of what is kept for backward; refuses other values."""
     return check_word(module, "save", save, Saved)
+
+
+def check_precision(module: str, precision: Precision | None) -> Precision | None:
+    """Returns the precision of products; refuses other values."""
+    return None if precision is None else check_word(module, "precision", precision, Precision)
 
 
 def check_round(module: str, round: Rounding) -> Rounding:

@@ -1,11 +1,17 @@
 """The linear layer, and pairs of layers with an activation or a gate between them."""
 
+from __future__ import annotations
+
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
-from torchkiln.nn.checks import check_act, check_gate, check_save
+from torchkiln.nn.checks import check_act, check_gate, check_precision, check_save
+from torchkiln.nn.quantize import product
+from torchkiln.ops._pair_fp8 import activated, gated, pair
 from torchkiln.ops.matmul import gated_mlp, linear, mlp
-from torchkiln.typing import Activation, Device, Gate, Saved
+from torchkiln.typing import Activation, Device, Gate, Precision, Saved
 
 
 class Linear(nn.Linear):
@@ -65,6 +71,7 @@ class MLP(nn.Module):
         bias: whether the layers have a bias.
         act: an activation, or none.
         save: as for :func:`torchkiln.mlp`.
+        precision: as for :func:`torchkiln.mlp`, with weights quantised once per version.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -81,6 +88,7 @@ class MLP(nn.Module):
         *,
         act: Activation = "gelu",
         save: Saved = "preact",
+        precision: Precision | None = None,
         device: Device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -89,17 +97,20 @@ class MLP(nn.Module):
         out = in_features if out_features is None else out_features
         self.act = check_act("nn.MLP", act)
         self.save = check_save("nn.MLP", save)
+        self.precision = check_precision("nn.MLP", precision)
         self.up = nn.Linear(in_features, hidden, bias, device=device, dtype=dtype)
         self.down = nn.Linear(hidden, out, bias, device=device, dtype=dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         """Applies the op to ``input``."""
+        if self.precision is not None:
+            return pair_in_fp8(self, input)
         up, down = self.up, self.down
         return mlp(input, up.weight, down.weight, up.bias, down.bias, act=self.act, save=self.save)
 
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""
-        return f"act={self.act!r}, save={self.save!r}"
+        return settings(self)
 
 
 class GatedMLP(nn.Module):
@@ -116,6 +127,7 @@ class GatedMLP(nn.Module):
         bias: whether the layers have a bias.
         act: one of silu, gelu, gelu_tanh.
         save: as for :func:`torchkiln.gated_mlp`.
+        precision: as for :func:`torchkiln.gated_mlp`, with weights quantised once per version.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -132,6 +144,7 @@ class GatedMLP(nn.Module):
         *,
         act: Gate = "silu",
         save: Saved = "preact",
+        precision: Precision | None = None,
         device: Device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -139,11 +152,14 @@ class GatedMLP(nn.Module):
         out = in_features if out_features is None else out_features
         self.act = check_gate("nn.GatedMLP", act)
         self.save = check_save("nn.GatedMLP", save)
+        self.precision = check_precision("nn.GatedMLP", precision)
         self.gate_up = nn.Linear(in_features, 2 * hidden_features, bias, device=device, dtype=dtype)
         self.down = nn.Linear(hidden_features, out, bias, device=device, dtype=dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         """Applies the op to ``input``."""
+        if self.precision is not None:
+            return pair_in_fp8(self, input)
         first, down = self.gate_up, self.down
         return gated_mlp(
             input, first.weight, down.weight, first.bias, down.bias, act=self.act, save=self.save
@@ -151,4 +167,19 @@ class GatedMLP(nn.Module):
 
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""
-        return f"act={self.act!r}, save={self.save!r}"
+        return settings(self)
+
+
+def settings(module: MLP | GatedMLP) -> str:
+    """The settings, for ``repr``."""
+    words = f"act={module.act!r}, save={module.save!r}"
+    return words if module.precision is None else f"{words}, precision={module.precision!r}"
+
+
+def pair_in_fp8(module: MLP | GatedMLP, x: Tensor) -> Tensor:
+    """The output of a module with its products in float8_e4m3fn."""
+    if isinstance(module, MLP):
+        first, between = module.up, partial(activated, module.act)
+    else:
+        first, between = module.gate_up, partial(gated, module.act)
+    return pair(partial(product, first), between, partial(product, module.down), x, module.save)

@@ -2,6 +2,7 @@
 
 import sys
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +84,20 @@ class WeightCache:
         return self.value
 
 
+CACHES: WeakKeyDictionary[nn.Module, WeightCache] = WeakKeyDictionary()
+"""The quantised weights of layers, beside the layers: copies and pickles hold none."""
+
+
+def product(layer: nn.Linear, x: Tensor | Quantized) -> Tensor:
+    """The output of a linear layer in float8_e4m3fn, with its weight quantised once per version."""
+    if is_compiling():
+        return linear_fp8(x, layer.weight, layer.bias)
+    cache = CACHES.get(layer)
+    if cache is None:
+        cache = CACHES[layer] = WeightCache()
+    return linear_fp8(x, layer.weight, layer.bias, quantized=cache.of(layer.weight))
+
+
 class LinearFP8(nn.Linear):
     """``x @ weight.T + bias`` as products in float8_e4m3fn, forward and backward.
 
@@ -105,11 +120,4 @@ class LinearFP8(nn.Linear):
 
     def forward(self, input: Tensor | Quantized) -> Tensor:
         """Applies the op to ``input``."""
-        cache = self.__dict__.get("_cache")
-        if cache is None:
-            cache = self.__dict__["_cache"] = WeightCache()
-        return linear_fp8(input, self.weight, self.bias, quantized=cache.of(self.weight))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles hold the parameters only."""
-        return {name: value for name, value in self.__dict__.items() if name != "_cache"}
+        return product(self, input)

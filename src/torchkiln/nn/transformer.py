@@ -13,7 +13,7 @@ from torchkiln.nn.norm import LayerNorm, RMSNorm
 from torchkiln.nn.plain import has_hooks
 from torchkiln.ops.dropout import dropout_add
 from torchkiln.ops.norm import add_layer_norm, add_rms_norm, layer_norm
-from torchkiln.typing import Activation, Device, Rounding, Saved
+from torchkiln.typing import Activation, Device, Precision, Rounding, Saved
 
 
 class TransformerBlock(nn.Module):
@@ -39,6 +39,8 @@ class TransformerBlock(nn.Module):
         post_norms: whether the results of attention and feed-forward layer are normalized, too.
         dropout: the probability that an attention weight, or an element of the results of attention
             and feed-forward layer, is dropped in training.
+        precision: ``"fp8"`` for products in float8_e4m3fn, as by :class:`LinearFP8`, of all four
+            projections; None for the precision of the parameters.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -72,6 +74,7 @@ class TransformerBlock(nn.Module):
         interleaved: bool = False,
         rotary_dim: int | None = None,
         save: Saved = "preact",
+        precision: Precision | None = None,
         device: Device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -103,13 +106,15 @@ class TransformerBlock(nn.Module):
             scale=scale,
             interleaved=interleaved,
             rotary_dim=rotary_dim,
+            precision=precision,
             device=device,
             dtype=dtype,
         )
         self.mlp_norm = make_norm()
         layer: Any = GatedMLP if gated else MLP
         size = 4 * dim if hidden_features is None else hidden_features
-        self.mlp = layer(dim, size, bias=bias, act=act, save=save, device=device, dtype=dtype)
+        options = {"act": act, "save": save, "precision": precision}
+        self.mlp = layer(dim, size, bias=bias, **options, device=device, dtype=dtype)
         self.attention_post_norm = make_norm() if post_norms else None
         self.mlp_post_norm = make_norm() if post_norms else None
 

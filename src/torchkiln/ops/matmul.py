@@ -1,12 +1,16 @@
 """Matrix products, layers fused with bias, activation, scale and residual, and pairs of layers."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from torchkiln import _C
+from torchkiln.ops import _pair_fp8
 from torchkiln.ops._traced import check_dtype, check_same_dtype
 from torchkiln.ops.eager import eager
-from torchkiln.typing import Activation, Gate, Saved
+from torchkiln.ops.quantize import linear_fp8
+from torchkiln.typing import Activation, Gate, Precision, Saved
 
 
 @eager(_C.matmul, input="a", other="b")
@@ -57,7 +61,7 @@ def linear(
     return op(x, weight, bias, act=act, scale=scale, residual=residual)
 
 
-@eager(_C.mlp, input="x")
+@eager(_C.mlp, input="x", beside=("precision",))
 def mlp(
     x: Tensor,
     up_weight: Tensor,
@@ -67,6 +71,7 @@ def mlp(
     *,
     act: Activation = "gelu",
     save: Saved = "preact",
+    precision: Precision | None = None,
 ) -> Tensor:
     """Returns ``act(x @ up_weight.T + up_bias) @ down_weight.T + down_bias``, contiguous.
 
@@ -83,12 +88,19 @@ def mlp(
         act: an activation, or none.
         save: what is kept for backward: ``"preact"``, the argument of the activation (for relu the
             result), or ``"none"``: backward computes the hidden layer again, one more product.
+        precision: ``"fp8"`` for two products of :func:`torchkiln.linear_fp8`, with its dtypes and
+            devices; the second operand is quantised, too. None for the precision of ``x``.
     """
+    if precision is not None:
+        _pair_fp8.check("mlp", precision, act, save)
+        first = partial(linear_fp8, weight=up_weight, bias=up_bias)
+        down = partial(linear_fp8, weight=down_weight, bias=down_bias)
+        return _pair_fp8.pair(first, partial(_pair_fp8.activated, act), down, x, save)
     op = torch.ops.torchkiln.mlp.default
     return op(x, up_weight, down_weight, up_bias, down_bias, act=act, save=save)
 
 
-@eager(_C.gated_mlp, input="x")
+@eager(_C.gated_mlp, input="x", beside=("precision",))
 def gated_mlp(
     x: Tensor,
     gate_up_weight: Tensor,
@@ -98,6 +110,7 @@ def gated_mlp(
     *,
     act: Gate = "silu",
     save: Saved = "preact",
+    precision: Precision | None = None,
 ) -> Tensor:
     """Returns ``(act(g) * u) @ down_weight.T + down_bias``, contiguous.
 
@@ -114,6 +127,13 @@ def gated_mlp(
         act: one of silu, gelu, gelu_tanh.
         save: what is kept for backward: ``"preact"``, that is gate and up, or ``"none"``: backward
             computes both again, one more product.
+        precision: ``"fp8"`` for two products of :func:`torchkiln.linear_fp8`, with its dtypes and
+            devices; the second operand is quantised, too. None for the precision of ``x``.
     """
+    if precision is not None:
+        _pair_fp8.check("gated_mlp", precision, act, save)
+        first = partial(linear_fp8, weight=gate_up_weight, bias=gate_up_bias)
+        down = partial(linear_fp8, weight=down_weight, bias=down_bias)
+        return _pair_fp8.pair(first, partial(_pair_fp8.gated, act), down, x, save)
     op = torch.ops.torchkiln.gated_mlp.default
     return op(x, gate_up_weight, down_weight, gate_up_bias, down_bias, act=act, save=save)

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from torch import Tensor, nn
 
+from torchkiln.patch import fp8
 from torchkiln.patch.attention import routed
 from torchkiln.patch.calls import calls_of_modules
 from torchkiln.patch.finding import (
@@ -33,7 +34,7 @@ from torchkiln.patch.search import Search
 from torchkiln.patch.source.rewritten import Rewrites
 from torchkiln.patch.source.rotary import Rotary
 from torchkiln.patch.source.rotary import find as find_rotary
-from torchkiln.typing import Head, Kind
+from torchkiln.typing import Head, Kind, Precision
 
 MAKER = "torchkiln.replace"
 
@@ -92,6 +93,7 @@ class Replace:
         skip: Skip = (),
         exact: bool = False,
         head: Head = False,
+        precision: Precision | None = None,
         dry_run: bool = False,
         example: Any = None,
     ) -> Report:
@@ -114,7 +116,8 @@ class Replace:
         - losses, as modules and as calls in a forward;
         - batch norms with convolution, residual sum and activation, as by :func:`torchkiln.fuse`;
         - attention of transformers' models, so that causal calls stay causal when compiled;
-        - classes given to ``replace.register``.
+        - classes given to ``replace.register``;
+        - with ``precision="fp8"``, linear layers whose sizes are large.
 
         Args:
             model: any module; it may be on the meta device.
@@ -129,8 +132,12 @@ class Replace:
                 layer that would make them, as by :func:`torchkiln.linear_cross_entropy`. In calls
                 with labels, True computes the logits of an output of transformers when they are
                 read, and those in a tuple or dict at the end of the forward. ``"loss"`` returns
-                None for logits in training mode; in evaluation it is like True. Not with
-                ``exact``.
+                None for logits in training mode; in evaluation it is like True. ``"fp8"`` includes
+                heads in ``precision="fp8"``, and keeps their losses. Not with ``exact``.
+            precision: ``"fp8"`` to multiply in float8_e4m3fn, as :class:`torchkiln.nn.LinearFP8`,
+                in each :class:`torch.nn.Linear` that gains by its sizes, but not in heads; on a GPU
+                of compute capability 9.0. The report has the reason for every other layer. Calls
+                with few rows run in the dtype of the layer. Not with ``exact``.
             dry_run: whether to return the report without a change. Forwards of modules still run,
                 up to their first side effect.
             example: a batch for the model: a tensor, a tuple of arguments, or a dict of keyword
@@ -141,13 +148,12 @@ class Replace:
         """
         require_model(model)
         kinds = checked_kinds(only)
+        check_precision(precision, kinds, head, exact=exact)
         if exact and only is not None and "batch_norm" in kinds:
             raise ValueError(
                 f"{MAKER}: only: got 'batch_norm' with exact=True, expected other kinds: bn_act "
                 "rounds once where torch rounds between the steps; leave exact out"
             )
-        if head not in {False, True, "loss"}:
-            raise ValueError(f"{MAKER}: head: got {head!r}, expected False, True or 'loss'")
         if exact and head:
             raise ValueError(
                 f"{MAKER}: head: got {head!r} with exact=True, expected False: "
@@ -160,21 +166,30 @@ class Replace:
                 refusal = functools.partial(why_torchs_batch_norm, skip, asked=only is not None)
                 rows, fused = batch_norm.find_all(model, refusal)
             matches = matched(model, Search(self.registry, exact=exact), rows, skip, kinds)
-            plans = [(row, module, match.plan) for row, module, match in matches]
+            quantized: list[fp8.Found] = []
+            if precision is not None:
+                skipped = functools.partial(is_skipped, skip=skip)
+                quantized = list(fp8.find(model, rows, skipped, head))
+            in_fp8 = {module for _, module, _ in quantized}
+            matches = [match for match in matches if match[1] not in in_fp8]
+            plans = [*quantized, *((row, module, match.plan) for row, module, match in matches)]
             if head or {"residual", "linear", "mlp", "rope", "loss"} & set(kinds):
                 free = free_modules(model, rows, skip, {module for module, _ in fused})
                 rotary = find_rotary(model, free, exact=exact) if "rope" in kinds else Rotary()
-                heads = found_heads(model, free, skip, rows, head) if head else {}
-                plans += rewritten(free, Rewrites(matches, kinds, rotary, heads, exact=exact), rows)
+                heads = found_heads(model, free, skip, rows, head) if head in {True, "loss"} else {}
+                rewrites = Rewrites(matches, kinds, rotary, heads, in_fp8, exact=exact)
+                plans += rewritten(free, rewrites, rows)
             candidates = [*made(plans), *with_rows(model, fused, rows)]
         seconds: list[float] = []
         if example is not None:
             candidates, seconds = tried(model, matches, candidates, example)
-        undo: list[Callable[[], None]] = []
+            fp8.forget(in_fp8)
+        undo: list[Callable[[], None]] = [functools.partial(fp8.forget, in_fp8)] if in_fp8 else []
         if "attention" in kinds:
             others = {module for _, module, _ in candidates}
             skipped = functools.partial(is_skipped, skip=skip)
-            plans, undo = routed(model, rows, skipped, others, dry_run=dry_run)
+            plans, restore = routed(model, rows, skipped, others, dry_run=dry_run)
+            undo += restore
             candidates = [*candidates, *made(plans)]
         for of_module, module, plan in candidates:
             for row in of_module:
@@ -212,6 +227,30 @@ def checked_kinds(only: Iterable[Kind] | Kind | None) -> tuple[Kind, ...]:
                 f"torchkiln.replace: only: got {kind!r}, expected one of {', '.join(KINDS)}"
             )
     return kinds
+
+
+def check_precision(
+    precision: Precision | None, kinds: tuple[Kind, ...], head: Head, *, exact: bool
+) -> None:
+    """Refuses words, and precisions with arguments that contradict them."""
+    if head not in {False, True, "loss", "fp8"}:
+        raise ValueError(f"{MAKER}: head: got {head!r}, expected False, True, 'loss' or 'fp8'")
+    if precision not in {None, "fp8"}:
+        raise ValueError(f"{MAKER}: precision: got {precision!r}, expected 'fp8' or None")
+    if head == "fp8" and precision is None:
+        raise ValueError(f"{MAKER}: head: got 'fp8', expected precision='fp8' beside it")
+    if precision is None:
+        return
+    if exact:
+        raise ValueError(
+            f"{MAKER}: precision: got {precision!r} with exact=True, expected None: products in "
+            "FP8 round their operands; leave exact out"
+        )
+    if "linear" not in kinds:
+        raise ValueError(
+            f"{MAKER}: only: got {', '.join(kinds)} with precision={precision!r}, expected "
+            "'linear' among them"
+        )
 
 
 def swap(maker: str, module: nn.Module, plan: Plan) -> Callable[[], None]:
@@ -274,6 +313,7 @@ def replaced(
     skip: Skip = (),
     exact: bool = False,
     head: Head = False,
+    precision: Precision | None = None,
     dry_run: bool = False,
     example: Any = None,
 ) -> Iterator[Report]:
@@ -284,6 +324,7 @@ def replaced(
         skip=skip,
         exact=exact,
         head=head,
+        precision=precision,
         dry_run=dry_run,
         example=example,
     )

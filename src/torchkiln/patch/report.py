@@ -28,7 +28,7 @@ class Replacement:
     """The call of the new forward; empty if there is none."""
     outcome: Literal["replaced", "would replace", "kept"] = "kept"
     reason: str = ""
-    """The reason to leave the module alone."""
+    """The reason to leave the module alone, or to leave a replaced one in its precision."""
     bitwise: bool | None = None
     """Whether both results are bitwise equal in the module's dtype; None if not compared."""
     dtype: str = ""
@@ -69,8 +69,8 @@ def comparison(row: Replacement) -> str:
 
 
 def verdict(row: Replacement) -> str:
-    """The outcome, with the reason to leave the module alone."""
-    return row.outcome if row.changed else f"kept: {row.reason}"
+    """The outcome, with the reason to leave the module, or its precision, alone."""
+    return f"{row.outcome}: {row.reason}" if row.reason or not row.changed else row.outcome
 
 
 def cells(rows: list[Replacement]) -> tuple[str, ...]:

@@ -102,6 +102,9 @@ class OpSpec:
     """The formula in plain torch; with float64 tensors it is the truth."""
     composite: Callable[..., Any] = LEFT_OUT
     """The code that a user would write in eager torch, in the dtype of the call."""
+    usual: Callable[..., Any] | None = None
+    """The code that is timed beside the op, if ``composite`` emulates arithmetic that torch has
+    not; None for ``composite``."""
     magnitude: Callable[..., Any]
     """The sum of the absolute values of the terms of each output element: rounding errors inside
     the op are proportional to this sum even where the terms cancel."""

@@ -1,4 +1,4 @@
-"""Other implementations of the ops: eager torch, torch.compile, Liger-Kernel, quack, cuDNN."""
+"""Other implementations of the ops: eager torch, torch.compile, and those of other packages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch._functorch.config as functorch_config
 
 from torchkiln.bench.case import BACKWARD, BenchCase, Function
-from torchkiln.bench.peers import cudnn, liger, quack
+from torchkiln.bench.peers import cudnn, liger, quack, torchao
 from torchkiln.bench.peers.package import Refused, function_of
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "MAKERS",
     "PEERS",
     "QUACK",
+    "TORCHAO",
     "Refused",
     "backward_may_repeat",
     "knows",
@@ -33,12 +34,13 @@ __all__ = [
 ]
 
 EAGER, COMPILE, LIGER, QUACK, CUDNN = "eager", "compile", "liger", "quack", "cudnn"
-PEERS = (EAGER, COMPILE, LIGER, QUACK, CUDNN)
+TORCHAO = "torchao"
+PEERS = (EAGER, COMPILE, LIGER, QUACK, CUDNN, TORCHAO)
 
 
 def eager(case: BenchCase) -> Function:
     """The composite of torch's ops that a user would write."""
-    return case.spec.composite
+    return case.spec.usual or case.spec.composite
 
 
 def compiled(case: BenchCase) -> Function:
@@ -48,7 +50,7 @@ def compiled(case: BenchCase) -> Function:
     recompilations, after which torch falls back to eager.
     """
     torch.compiler.reset()
-    composite = case.spec.composite
+    composite = eager(case)
 
     def function(*args: object, **kwargs: object) -> Any:
         return composite(*args, **kwargs)
@@ -63,12 +65,14 @@ MAKERS: dict[str, Callable[[BenchCase], Function]] = {
     LIGER: partial(function_of, package=liger.PACKAGE, table=liger.FUNCTIONS),
     QUACK: partial(function_of, package=quack.PACKAGE, table=quack.FUNCTIONS),
     CUDNN: cudnn.function_of,
+    TORCHAO: torchao.function_of,
 }
 
 TABLES: dict[str, Collection[str]] = {
     LIGER: liger.FUNCTIONS,
     QUACK: quack.FUNCTIONS,
     CUDNN: cudnn.FUNCTIONS,
+    TORCHAO: torchao.FUNCTIONS,
 }
 """Functions of the peers that implement only some ops."""
 

@@ -85,6 +85,16 @@ def plain_parameters(module: Any) -> tuple[Tensor, Tensor | None] | None:
     return weight, bias
 
 
+def is_called_as_usual(weight: Tensor, bias: Tensor | None, x: Any) -> bool:
+    """Whether torch's layer takes the input, too: of the dtype of the layer, or under autocast."""
+    if not is_plain(x) or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        return False
+    if x.device != weight.device:
+        return False
+    same = x.dtype == weight.dtype and (bias is None or bias.dtype == weight.dtype)
+    return same or torch.is_autocast_enabled(x.device.type)
+
+
 def is_wide(module: Any) -> bool:
     """Whether both sizes of the weight are at least ``LEAST_SIZE``."""
     weight = getattr(module, "weight", None)

@@ -16,7 +16,7 @@ from torchkiln.nn.plain import attribute, has_hooks
 from torchkiln.ops.matmul import linear
 from torchkiln.patch.compare import Comparison
 from torchkiln.patch.formula.activation import OPS, Activation
-from torchkiln.patch.formula.linear import WideLinear, is_plain, plain_parameters
+from torchkiln.patch.formula.linear import WideLinear, is_called_as_usual, plain_parameters
 from torchkiln.patch.plan import Match, plan_of
 from torchkiln.patch.probe import numbers, relative_error
 from torchkiln.patch.source.code import GUARDS, blocks
@@ -102,13 +102,7 @@ def parameters_of(layer: Any) -> tuple[Tensor, Tensor | None] | None:
 def taken(layer: Any, x: Any) -> tuple[Tensor, Tensor | None] | None:
     """Weight and bias, if the op computes the same result as the layer."""
     given = parameters_of(layer)
-    if given is None or not is_plain(x) or x.dim() == 0:
-        return None
-    weight, bias = given
-    if x.shape[-1] != weight.shape[1] or x.device != weight.device:
-        return None
-    same = x.dtype == weight.dtype and (bias is None or bias.dtype == weight.dtype)
-    return given if same or torch.is_autocast_enabled(x.device.type) else None
+    return given if given is not None and is_called_as_usual(*given, x) else None
 
 
 def compared(layer: nn.Linear, act: Any, dtype: torch.dtype, device: torch.device) -> Comparison:

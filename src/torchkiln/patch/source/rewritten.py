@@ -133,6 +133,7 @@ class Rewrites:
         kinds: Collection[str],
         rotary: Rotary,
         heads: Mapping[nn.Module, Head],
+        quantized: Collection[nn.Module] = (),
         *,
         exact: bool,
     ) -> None:
@@ -140,6 +141,7 @@ class Rewrites:
         self.kinds = kinds
         self.rotary = rotary
         self.heads = heads
+        self.quantized = quantized
         self.exact = exact
         self.known: dict[Any, bool] = {}
         self.calls: dict[Any, Calls | str] = {}
@@ -220,9 +222,11 @@ class Rewrites:
         return [] if self.exact else [name for name, m in children.items() if is_dropout(m)]
 
     def layers(self, children: dict[str, nn.Module]) -> dict[str, nn.Linear]:
-        """The linear layers of torch."""
-        plain = "mlp" in self.kinds and not self.exact
-        return {name: m for name, m in children.items() if plain and type(m) is nn.Linear}
+        """The linear layers of torch, except those that get a product in FP8."""
+        if "mlp" not in self.kinds or self.exact:
+            return {}
+        plain = {name: m for name, m in children.items() if type(m) is nn.Linear}
+        return {name: m for name, m in plain.items() if m not in self.quantized}
 
     def wide(self, children: dict[str, nn.Module]) -> list[str]:
         """The linear layers that may share an input, whose gradients then take long to add."""

@@ -1,7 +1,7 @@
 """Linear layers of one input, such as query, key and value, in the forward of a module.
 
 Torch computes one gradient of the input per layer, and adds these in separate passes. Here each
-product after the first adds its result to the sum.
+product after the first adds its result to the sum. Layers in FP8 quantise the input once.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torchkiln.nn.plain import has_hooks, is_torchs
 from torchkiln.ops._folding import is_transformed
 from torchkiln.ops.reduction import sum as sum_of
 from torchkiln.patch.formula.linear import has_unaligned_sizes, is_wide, plain_parameters
+from torchkiln.patch.fp8 import outputs_in_fp8
 from torchkiln.patch.plan import plan_of
 from torchkiln.patch.source.code import blocks
 from torchkiln.patch.source.effects import groups
@@ -79,8 +80,7 @@ def plus_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 def shared(x: Any, *layers: Any) -> list[Any]:
     """``[layer(x) for layer in layers]``."""
-    found = outputs(x, layers) if type(x) is Tensor and x.requires_grad else None
-    return found or [layer(x) for layer in layers]
+    return outputs(x, layers) or [layer(x) for layer in layers]
 
 
 def outputs(x: Any, layers: tuple[Any, ...], between: tuple[Any, ...] = ()) -> list[Any]:
@@ -88,11 +88,15 @@ def outputs(x: Any, layers: tuple[Any, ...], between: tuple[Any, ...] = ()) -> l
 
     ``between`` are the norms that are called between the layers.
     """
-    if not gains(x, layers) or not all(map(is_quiet, between)):
+    if not all(map(is_quiet, between)):
+        return []
+    if found := outputs_in_fp8(x, layers):
+        return found
+    if not gains(x, layers):
         return []
     weights = [layer.weight for layer in layers]
-    found: Any = SharedInput.apply(x, *weights, *(layer.bias for layer in layers))  # type: ignore[no-untyped-call]
-    return list(found)
+    made: Any = SharedInput.apply(x, *weights, *(layer.bias for layer in layers))  # type: ignore[no-untyped-call]
+    return list(made)
 
 
 def is_quiet(norm: Any) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -109,7 +110,11 @@ def require_choices(where: str, call: Call, mesh: Any) -> None:
     """Run a call with the placements of each choice, on two mesh dimensions of pairs of choices."""
     from torchkiln.distributed import rules  # noqa: PLC0415
 
-    found = rules.strategies_of(call.op, call.args, call.kwargs)
+    def described(value: Any) -> Any:
+        return SimpleNamespace(shape=value.shape, mesh=mesh) if isinstance(value, Tensor) else value
+
+    options = {name: described(value) for name, value in call.kwargs.items()}
+    found = rules.strategies_of(call.op, tuple(map(described, call.args)), options)
     chosen = [(one,) for one in found] if mesh.ndim == 1 else list(pairwise([*found, found[0]]))
     tensors = [x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)]
     for each in chosen:

@@ -132,6 +132,15 @@ def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> S
     return Sample("bench", (x, weight))
 
 
+def bench_variants(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
+) -> Iterator[tuple[str, Sample]]:
+    """The first layer of the feed-forward part of Llama, 3.5 times as wide as its input."""
+    x = bench(device, dtype, shape).args[0]
+    weight = torch.randn(shape[1] * 7 // 2, shape[1], device=device, dtype=dtype)
+    yield "3.5 x as wide", Sample("wide", (x, weight / shape[1] ** 0.5))
+
+
 def operations(sample: Sample) -> tuple[int, int]:
     """A multiplication and an addition for each term; backward has two products."""
     x, weight = sample.args[:2]
@@ -164,6 +173,7 @@ LINEAR_FP8 = OpSpec(
     op=torchkiln.linear_fp8,
     reference=reference,
     composite=composite,
+    usual=torch.nn.functional.linear,
     magnitude=magnitude,
     gradient_magnitude=magnitude,
     inputs=inputs,
@@ -171,6 +181,7 @@ LINEAR_FP8 = OpSpec(
     dtypes=DTYPES,
     invalid=invalid,
     bench=bench,
+    bench_variants=bench_variants,
     large=None,
     operations=operations,
     autocast=(0,),

@@ -1,0 +1,115 @@
+"""The ways to run the ops of float8_e4m3fn on shards, as in :mod:`torchkiln.distributed.choices`.
+
+A scale is shared by 128 elements, so a shard of a quantised dimension must be whole blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.tensor import Partial, Placement, Shard
+
+from torchkiln.distributed.choices import Call, Choices, rank
+
+BLOCK = 128
+"""Elements with one scale in float8_e4m3fn."""
+
+
+def holds_blocks(tensor: Any, size: Any) -> bool:
+    """Whether each device of a tensor's mesh gets whole blocks of so many elements.
+
+    Every dimension of the mesh may shard them. Without a mesh nothing is known.
+    """
+    mesh = getattr(tensor, "mesh", None)
+    return mesh is not None and size % (BLOCK * mesh.size()) == 0
+
+
+def rows_hold_blocks(x: Any) -> bool:
+    """Whether shards of the first dimension are whole blocks of the rows of a matrix."""
+    if rank(x) < 2 or not holds_blocks(x, x.shape[:-1].numel()):
+        return False
+    return bool(x.shape[0] % x.mesh.size() == 0)
+
+
+def quantize(call: Call) -> Choices:
+    """All dimensions but the last, and the last one in whole blocks; data and scales alike."""
+    for dim in range(rank(call.x)):
+        if dim < rank(call.x) - 1 or holds_blocks(call.x, call.x.shape[-1]):
+            yield [Shard(dim)] * 2, {"x": Shard(dim)}
+
+
+def turned(call: Call, name: str) -> Choices:
+    """Rows in the first dimension, and columns, both in whole blocks; the results are turned."""
+    x = getattr(call, name)
+    if rows_hold_blocks(x):
+        yield [Shard(1)] * 2, {name: Shard(0)}
+    if holds_blocks(x, x.shape[-1]):
+        yield [Shard(0)] * 2, {name: Shard(rank(x) - 1)}
+
+
+def quantize_both(call: Call) -> Choices:
+    """As for :func:`turned`; the results are those of :func:`quantize`, and these turned."""
+    for outputs, inputs in turned(call, "x"):
+        yield [*[inputs["x"]] * 2, *outputs], inputs
+
+
+def quantize_weight(call: Call) -> Choices:
+    """Rows and columns in whole blocks."""
+    for outputs, inputs in turned(call, "weight"):
+        yield [*[inputs["weight"]] * 2, *outputs], inputs
+
+
+def transpose_quantized(call: Call) -> Choices:
+    """As for :func:`turned`."""
+    for outputs, inputs in turned(call, "data"):
+        yield outputs, {**inputs, "scale": inputs["data"]}
+
+
+def dequantize(call: Call) -> Choices:
+    """All dimensions, those with a scale for several elements in whole blocks."""
+    for dim in range(rank(call.data)):
+        size = call.data.shape[dim]
+        has_own = dim < rank(call.data) - 1 and call.scale.shape[dim] == size
+        if has_own or holds_blocks(call.data, size):
+            yield [Shard(dim)], {"data": Shard(dim), "scale": Shard(dim)}
+
+
+def quantized_product(call: Call) -> Choices:
+    """Rows, columns of the result, and the summed dimension, which gives a part of the sum."""
+    last = rank(call.a) - 1
+    for dim in range(last):
+        yield [Shard(dim)], {"a": Shard(dim), "a_scale": Shard(dim)}
+    if not call.square or holds_blocks(call.a, call.b.shape[0]):
+        yield [Shard(last)], {"b": Shard(0), "b_scale": Shard(0), "bias": Shard(0)}
+    if holds_blocks(call.a, call.a.shape[-1]):
+        left: dict[str, Placement] = dict.fromkeys(("a", "a_scale"), Shard(last))
+        yield [Partial()], {**left, "b": Shard(1), "b_scale": Shard(1), "bias": Partial()}
+
+
+def linear_fp8(call: Call) -> Choices:
+    """As for :func:`linear` without an activation; sharded weights in whole blocks."""
+    last = rank(call.x) - 1
+    for dim in range(last):
+        yield [Shard(dim)], dict.fromkeys(("x", "scale", "source"), Shard(dim))
+    for dim, size in enumerate(call.weight.shape):
+        if not holds_blocks(call.x, size):
+            continue
+        weight = dict.fromkeys(("weight", "weight_data", "weight_scale"), Shard(dim))
+        weight |= dict.fromkeys(("weight_transposed", "weight_transposed_scale"), Shard(1 - dim))
+        if dim == 0:
+            yield [Shard(last)], {**weight, "bias": Shard(0)}
+        else:
+            given = dict.fromkeys(("x", "scale", "source"), Shard(last))
+            yield [Partial()], {**weight, **given, "bias": Partial()}
+
+
+CHOICES = {
+    "dequantize": dequantize,
+    "linear_fp8": linear_fp8,
+    "quantize": quantize,
+    "quantize_both": quantize_both,
+    "quantize_weight": quantize_weight,
+    "_quantized_product": quantized_product,
+    "transpose_quantized": transpose_quantized,
+}
+"""The function of each op by name."""

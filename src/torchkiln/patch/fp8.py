@@ -1,0 +1,301 @@
+"""Linear layers as products in float8_e4m3fn, for ``replace(model, precision="fp8")``.
+
+A layer stays as it is where the product gains nothing, makes the outputs of the model, or cannot
+run: the report has the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+from torch.nn import functional as F
+
+from torchkiln.nn.matmul import MLP, GatedMLP, pair_in_fp8
+from torchkiln.nn.plain import has_hooks
+from torchkiln.nn.quantize import CACHES, product
+from torchkiln.ops.quantize import linear_fp8, quantize
+from torchkiln.patch.compare import Comparison
+from torchkiln.patch.formula.linear import is_called_as_usual, is_tracing, plain_parameters
+from torchkiln.patch.plan import Plan, plan_of
+from torchkiln.patch.probe import numbers, relative_error
+from torchkiln.patch.report import Replacement
+from torchkiln.typing import Head
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+STEP = 16
+"""Sizes that are no multiples of it are padded in every call, in copies."""
+
+LEAST = 640
+"""The least harmonic sum of the sizes of a product in FP8: 1 / (1 / rows + 1 / n + 1 / k).
+
+An estimate for an H100, not a measurement. A step multiplies 6 * rows * n * k times, at 750 TFLOP/s
+in bfloat16 and at 1300 in FP8. Quantising moves 4 bytes for each element of the three matrices, at
+2.8 TB/s. Both take as long at 420; the rest is for the launches of the added kernels.
+"""
+
+CAPABILITY = (9, 0)
+CUDA_VERSION = (12, 9)
+"""The GPU and the CUDA in which torch multiplies blocks of E4M3 with a scale each."""
+
+HEAD = "FP8 leaves outputs of the model alone, unless head='fp8'"
+
+
+@dataclass(frozen=True)
+class LinearInFP8(Plan):
+    """The product in float8_e4m3fn for a ``torch.nn.Linear``."""
+
+    kind = "linear"
+    saved_as = "linear_fp8"
+    rounds_alike = False
+
+    def __str__(self) -> str:
+        return "linear_fp8"
+
+    def fits(self, module: Any, *args: Any) -> bool:
+        """Whether the product takes the call, and gains."""
+        return len(args) == 1 and takes(module, args[0])
+
+    def forward(self, module: Any, x: Tensor, *_: Any) -> Tensor:
+        """The product."""
+        return product(module, x)
+
+
+@dataclass(frozen=True)
+class PairInFP8(Plan):
+    """The products of a :class:`torchkiln.nn.MLP` or ``GatedMLP`` in float8_e4m3fn."""
+
+    kind = "linear"
+    saved_as = "mlp_fp8"
+    rounds_alike = False
+
+    def __str__(self) -> str:
+        return "two linear_fp8"
+
+    def fits(self, module: Any, *args: Any) -> bool:
+        """Whether the products take the call, and gain."""
+        if len(args) != 1:
+            return False
+        first, down = layers_of(module)
+        return takes(first, args[0]) and gains(rows_of(args[0]), down.weight)
+
+    def forward(self, module: Any, x: Tensor, *_: Any) -> Tensor:
+        """Both products, and what is between them."""
+        return pair_in_fp8(module, x)
+
+
+def layers_of(module: nn.Module) -> tuple[Any, Any]:
+    """The layers of a feed-forward module."""
+    names = ("up", "down") if isinstance(module, MLP) else ("gate_up", "down")
+    first, down = map(module.get_submodule, names)
+    return first, down
+
+
+def missing(kind: str, index: int | None) -> str:
+    """What a device, or this torch, lacks for products in FP8; empty if nothing."""
+    return found_missing(kind, index)
+
+
+# As torch.compiler.assume_constant_result does, which imports the compiler: 3 s of the import.
+missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@cache
+def found_missing(kind: str, index: int | None) -> str:
+    """What is missing, looked up once for each device: Dynamo takes no cached function itself."""
+    if kind != "cuda":
+        return f"FP8 needs a GPU of compute capability 9.0, got {kind}"
+    found = torch.cuda.get_device_capability(index)
+    if found != CAPABILITY:
+        return f"FP8 needs compute capability 9.0, got {found[0]}.{found[1]}"
+    if not hasattr(F, "scaled_mm"):
+        return f"FP8 needs torch.nn.functional.scaled_mm, got torch {torch.__version__}"
+    version = torch.version.cuda or "0.0"
+    if tuple(map(int, version.split(".")[:2])) < CUDA_VERSION:
+        return f"FP8 needs a torch with CUDA 12.9, got {torch.version.cuda}"
+    return ""
+
+
+def device_of(weight: Tensor) -> torch.device:
+    """The device on which a layer will run: the GPU, for a layer that is not there yet."""
+    if weight.device.type in {"cpu", "meta"} and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return weight.device
+
+
+def least_rows(n: int, k: int) -> int | None:
+    """The number of rows from which a product with a weight ``[n, k]`` gains; None if never."""
+    left = n * k - LEAST * (n + k)
+    return -(-LEAST * n * k // left) if left > 0 else None
+
+
+def rows_of(x: Tensor) -> Any:
+    """The number of rows of an input, which may be a symbol."""
+    return x.numel() // x.shape[-1]
+
+
+def gains(rows: Any, weight: Tensor) -> bool:
+    """Whether a product of so many rows takes less time in FP8, with its quantisations."""
+    least = least_rows(weight.shape[0], weight.shape[1])
+    if least is None or not is_compiling():
+        return least is not None and bool(rows >= least)
+    # At the top of the file, it would make import torchkiln import sympy, in half a second.
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # noqa: PLC0415
+
+    return guard_or_false(rows >= least)  # false for rows that depend on data
+
+
+def takes(layer: Any, x: Any) -> bool:
+    """Whether a layer of torch runs a call in FP8."""
+    given = plain_parameters(layer)
+    if given is None or is_tracing() or not is_called_as_usual(*given, x):
+        return False
+    if not is_compiling() and is_differentiated():
+        return False
+    if x.dtype not in DTYPES or missing(x.device.type, x.device.index):
+        return False
+    return gains(rows_of(x), given[0])
+
+
+def is_differentiated() -> bool:
+    """Whether torch.func or forward mode looks at the call, which the op refuses."""
+    stack: Any = torch._C._functorch.peek_interpreter_stack()
+    return stack is not None or forward_ad._current_level >= 0
+
+
+def outputs_in_fp8(x: Any, layers: tuple[Any, ...]) -> list[Any]:
+    """The outputs of layers that share an input, quantised once; empty if one is not in FP8."""
+    if len(layers) < 2 or type(x) is not Tensor:
+        return []
+    if torch.is_autocast_enabled(x.device.type):  # a quantised x has no dtype to cast
+        return []
+    if not all(is_in_fp8(layer) and not has_hooks(layer) and takes(layer, x) for layer in layers):
+        return []
+    one = quantize(x)
+    return [product(layer, one) for layer in layers]
+
+
+def is_in_fp8(layer: Any) -> bool:
+    """Whether a layer has got a product in FP8."""
+    return isinstance(plan_of(layer), LinearInFP8)
+
+
+def heads_of(model: nn.Module) -> set[nn.Module]:
+    """The linear layers that make the outputs of a model.
+
+    These are layers with a feature for each row of the largest embedding, layers that share its
+    weight, those that the model returns as its output embeddings, and its last child.
+    """
+    linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    most = max((table.num_embeddings for table in tables), default=-1)
+    tied = {id(table.weight) for table in tables}
+    found: set[nn.Module] = {
+        m for m in linear if m.out_features == most or id(m._parameters.get("weight")) in tied
+    }
+    outputs = getattr(model, "get_output_embeddings", None)  # of models of transformers
+    if callable(outputs) and isinstance(head := outputs(), nn.Module):
+        found.add(head)
+    children = [m for m in model.children() if next(m.parameters(), None) is not None]
+    return found | set(children[-1:])
+
+
+def why_not(layer: Any) -> str:
+    """The reason why a layer gains nothing, or cannot run in FP8; empty if it gains."""
+    given = plain_parameters(layer)
+    if given is None:
+        return "its parameters are no plain tensors"
+    weight, _ = given
+    n, k = weight.shape
+    if weight.dtype not in DTYPES:
+        return f"FP8 rounds no {str(weight.dtype).removeprefix('torch.')}"
+    device = device_of(weight)
+    if lacking := missing(device.type, device.index):
+        return lacking
+    if n % STEP or k % STEP:
+        return f"{n} x {k}: FP8 pads sizes that are no multiples of {STEP}"
+    if least_rows(n, k) is None:
+        return f"{n} x {k}: quantising takes longer than FP8 saves"
+    return ""
+
+
+@cache
+def comparison(dtype: torch.dtype, device: torch.device) -> Comparison | str:
+    """The errors of a small layer of torch and in FP8; the reason if the product fails."""
+    x, weight = numbers(64, 256).to(device, dtype), numbers(128, 256, seed=1).to(device, dtype)
+    try:
+        with torch.no_grad():
+            truth = F.linear(x.double(), weight.double())
+            was, now = F.linear(x, weight), linear_fp8(x, weight)
+            errors = relative_error(was, truth), relative_error(now, truth)
+    except (RuntimeError, NotImplementedError) as error:
+        return f"FP8 raised {str(error).strip().splitlines()[0]}"
+    return Comparison(dtype, *errors, bitwise=False)
+
+
+Found = tuple[Replacement, nn.Module, Plan]
+
+
+def find(
+    model: nn.Module,
+    rows: list[Replacement],
+    is_skipped: Callable[[str, nn.Module], bool],
+    head: Head,
+) -> Iterator[Found]:
+    """The layers of a model that gain. The rows of all its linear layers say why, or why not."""
+    heads = set() if head == "fp8" else heads_of(model)
+    known = {row.name: row for row in rows}
+    parts: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        is_pair = type(module) in {MLP, GatedMLP}
+        if not is_pair and (type(module) is not nn.Linear or module in parts):
+            continue
+        if is_skipped(name, module) or "forward" in vars(module):
+            continue
+        layers = layers_of(module) if is_pair else (module,)
+        if is_pair and not all(type(layer) is nn.Linear for layer in layers):
+            continue
+        parts.update(layers)
+        plan: Plan = PairInFP8() if is_pair else LinearInFP8()
+        row = Replacement(name, type(module).__name__, plan.kind)
+        reasons = [HEAD if layer in heads else why_not(layer) for layer in layers]
+        row.reason = next(filter(None, reasons), "")
+        if not row.reason:
+            row.reason = recorded(row, layers[0].weight)
+        if not row.reason:
+            row.now = str(plan)
+            put(rows, row)
+            yield row, module, plan
+        elif name in known:
+            known[name].reason = row.reason
+        else:
+            rows.append(row)
+
+
+def recorded(row: Replacement, weight: Tensor) -> str:
+    """Adds the errors of the product to a row; returns the reason if it fails."""
+    device = torch.device("cpu") if weight.is_meta else weight.device
+    found = comparison(weight.dtype, device)
+    if isinstance(found, str):
+        return found
+    found.record(row)
+    return ""
+
+
+def put(rows: list[Replacement], row: Replacement) -> None:
+    """Adds a row in place of the one with its name."""
+    rows[:] = [*(other for other in rows if other.name != row.name), row]
+
+
+def forget(modules: Iterable[nn.Module]) -> None:
+    """Frees the quantised weights of modules."""
+    for module in modules:
+        for part in module.modules():
+            CACHES.pop(part, None)
