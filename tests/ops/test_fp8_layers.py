@@ -57,22 +57,26 @@ def bytes_kept(call: Callable[[], Tensor]) -> int:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("save", ["preact", "none"])
 @pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh"])
-def test_gated_mlp(act: Any, save: Any, device: str) -> None:
-    leaves = operands(2 * HIDDEN, device)
-    x, up, down, up_bias, down_bias = leaves
+def test_gated_mlp(act: Any, save: Any, has_bias: bool, device: str) -> None:
+    """Forward has the bits of its parts. In backward, factors are rounded in other blocks."""
+    leaves = operands(2 * HIDDEN, device)[: 5 if has_bias else 3]
+    x, up, down, up_bias, down_bias = (*leaves, None, None)[:5]
     y = gated_mlp(*leaves, act=act, save=save, precision="fp8")
     gates: dict[str, Any] = {
         "silu": torchkiln.swiglu,
         "gelu": torchkiln.geglu,
         "gelu_tanh": lambda t: torchkiln.geglu(t, approximate="tanh"),
     }
-    expected = linear_fp8(gates[act](linear_fp8(x, up, up_bias)), down, down_bias)
-    assert torch.equal(y, expected)
-    for one, other in zip(gradients(y, leaves), gradients(expected, leaves), strict=True):
-        assert torch.equal(one, other)
-    assert 1e-3 < relative(y, gated_mlp(*leaves, act=act)) < ERROR
+    parts = linear_fp8(gates[act](linear_fp8(x, up, up_bias)), down, down_bias)
+    assert torch.equal(y, parts)
+    plain = gated_mlp(*leaves, act=act)
+    assert 1e-3 < relative(y, plain) < ERROR
+    of_parts, truth = gradients(parts, leaves), gradients(plain, leaves)
+    for found, other, exact in zip(gradients(y, leaves), of_parts, truth, strict=True):
+        assert relative(found, exact) < max(1.2 * relative(other, exact), 0.01)
 
 
 @pytest.mark.parametrize("device", DEVICES)

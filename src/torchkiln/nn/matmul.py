@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchkiln.nn.checks import check_act, check_gate, check_precision, check_save
-from torchkiln.nn.quantize import product
+from torchkiln.nn.quantize import product, weight_of
 from torchkiln.ops._pair_fp8 import activated, gated, pair
 from torchkiln.ops.matmul import gated_mlp, linear, mlp
 from torchkiln.typing import Activation, Device, Gate, Precision, Saved
@@ -178,8 +178,11 @@ def settings(module: MLP | GatedMLP) -> str:
 
 def pair_in_fp8(module: MLP | GatedMLP, x: Tensor) -> Tensor:
     """The output of a module with its products in float8_e4m3fn."""
+    down = partial(product, module.down)
     if isinstance(module, MLP):
-        first, between = module.up, partial(activated, module.act)
-    else:
-        first, between = module.gate_up, partial(gated, module.act)
-    return pair(partial(product, first), between, partial(product, module.down), x, module.save)
+        act, up = module.act, module.up
+        return pair(lambda x: activated(act, product(up, x)), down, x, module.save)
+    gate, layer = module.act, module.gate_up
+    quantized = weight_of(layer)
+    first = partial(gated, gate, layer.weight, layer.bias, quantized=quantized)
+    return pair(first, down, x, module.save)

@@ -88,14 +88,19 @@ CACHES: WeakKeyDictionary[nn.Module, WeightCache] = WeakKeyDictionary()
 """The quantised weights of layers, beside the layers: copies and pickles hold none."""
 
 
-def product(layer: nn.Linear, x: Tensor | Quantized) -> Tensor:
-    """The output of a linear layer in float8_e4m3fn, with its weight quantised once per version."""
+def weight_of(layer: nn.Linear) -> QuantizedWeight | None:
+    """The quantised weight of a layer, once per version; None where the op must quantise it."""
     if is_compiling():
-        return linear_fp8(x, layer.weight, layer.bias)
+        return None
     cache = CACHES.get(layer)
     if cache is None:
         cache = CACHES[layer] = WeightCache()
-    return linear_fp8(x, layer.weight, layer.bias, quantized=cache.of(layer.weight))
+    return cache.of(layer.weight)
+
+
+def product(layer: nn.Linear, x: Tensor | Quantized) -> Tensor:
+    """The output of a linear layer in float8_e4m3fn."""
+    return linear_fp8(x, layer.weight, layer.bias, quantized=weight_of(layer))
 
 
 class LinearFP8(nn.Linear):

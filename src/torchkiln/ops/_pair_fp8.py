@@ -8,18 +8,17 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from torchkiln.ops.activation import ACTIVATIONS
-from torchkiln.ops.gated import geglu, geglu_tanh, swiglu
-from torchkiln.ops.quantize import Quantized
+from torchkiln.ops.quantize import (
+    Quantized,
+    QuantizedWeight,
+    gated_linear_fp8,
+    geglu_fp8,
+    linear_fp8,
+    swiglu_fp8,
+)
 from torchkiln.typing import Activation, Gate, Precision, Saved
 
 Operand = Tensor | Quantized
-Product = Callable[[Operand], Tensor]
-
-GATES: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": swiglu,
-    "gelu": geglu,
-    "gelu_tanh": geglu_tanh,
-}
 
 
 def check(op: str, precision: str, act: str, save: str) -> None:
@@ -34,28 +33,32 @@ def check(op: str, precision: str, act: str, save: str) -> None:
             )
 
 
-def gated(act: str, both: Tensor) -> Operand:
-    """The gated unit of a packed gate, as the operand of a product.
+def gated(
+    act: Gate,
+    weight: Tensor,
+    bias: Tensor | None,
+    x: Operand,
+    quantized: QuantizedWeight | None = None,
+) -> Quantized:
+    """The gated unit of a layer, as the operand of a product."""
+    if bias is None:
+        return gated_linear_fp8(x, weight, act, quantized=quantized)
+    both = linear_fp8(x, weight, bias, quantized=quantized)
+    if act == "silu":
+        return swiglu_fp8(both)
+    return geglu_fp8(both, approximate="none" if act == "gelu" else "tanh")
 
-    The product quantises a plain tensor in both orientations, in one read.
-    """
-    return GATES[act](both)
 
-
-def activated(act: str, x: Tensor) -> Operand:
-    """The activation, as the operand of a product."""
+def activated(act: str, x: Tensor) -> Tensor:
+    """The activation, as the operand of a product, which quantises it."""
     return x if act == "none" else ACTIVATIONS[act](x)
 
 
 def pair(
-    first: Product, between: Callable[[Tensor], Operand], down: Product, x: Operand, save: Saved
+    first: Callable[[Operand], Operand], down: Callable[[Operand], Tensor], x: Operand, save: Saved
 ) -> Tensor:
-    """``down(between(first(x)))``; with ``save="none"`` backward computes ``first(x)`` again."""
-
-    def hidden() -> Operand:
-        return between(first(x))
-
+    """``down(first(x))``; with ``save="none"`` backward computes ``first(x)`` again."""
     if save == "none" and torch.is_grad_enabled():
-        kept: Operand = checkpoint(hidden, use_reentrant=False, preserve_rng_state=False)
+        kept: Operand = checkpoint(first, x, use_reentrant=False, preserve_rng_state=False)
         return down(kept)
-    return down(hidden())
+    return down(first(x))

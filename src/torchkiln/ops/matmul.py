@@ -93,9 +93,10 @@ def mlp(
     """
     if precision is not None:
         _pair_fp8.check("mlp", precision, act, save)
-        first = partial(linear_fp8, weight=up_weight, bias=up_bias)
         down = partial(linear_fp8, weight=down_weight, bias=down_bias)
-        return _pair_fp8.pair(first, partial(_pair_fp8.activated, act), down, x, save)
+        return _pair_fp8.pair(
+            lambda x: _pair_fp8.activated(act, linear_fp8(x, up_weight, up_bias)), down, x, save
+        )
     op = torch.ops.torchkiln.mlp.default
     return op(x, up_weight, down_weight, up_bias, down_bias, act=act, save=save)
 
@@ -132,8 +133,8 @@ def gated_mlp(
     """
     if precision is not None:
         _pair_fp8.check("gated_mlp", precision, act, save)
-        first = partial(linear_fp8, weight=gate_up_weight, bias=gate_up_bias)
+        first = partial(_pair_fp8.gated, act, gate_up_weight, gate_up_bias)
         down = partial(linear_fp8, weight=down_weight, bias=down_bias)
-        return _pair_fp8.pair(first, partial(_pair_fp8.gated, act), down, x, save)
+        return _pair_fp8.pair(first, down, x, save)
     op = torch.ops.torchkiln.gated_mlp.default
     return op(x, gate_up_weight, down_weight, gate_up_bias, down_bias, act=act, save=save)
