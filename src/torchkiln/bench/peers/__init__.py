@@ -1,4 +1,4 @@
-"""Other implementations of the ops: eager torch, torch.compile, and those of other packages."""
+"""Other implementations of the ops: torch's, torch.compile, and those of other packages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch._functorch.config as functorch_config
 
 from torchkiln.bench.case import BACKWARD, BenchCase, Function
-from torchkiln.bench.peers import cudnn, liger, quack, torchao
+from torchkiln.bench.peers import cudnn, formulas, liger, quack, torchao
 from torchkiln.bench.peers.package import Refused, function_of
 
 __all__ = [
@@ -23,7 +23,9 @@ __all__ = [
     "MAKERS",
     "PEERS",
     "QUACK",
+    "TORCH",
     "TORCHAO",
+    "TRL",
     "Refused",
     "backward_may_repeat",
     "knows",
@@ -34,8 +36,8 @@ __all__ = [
 ]
 
 EAGER, COMPILE, LIGER, QUACK, CUDNN = "eager", "compile", "liger", "quack", "cudnn"
-TORCHAO = "torchao"
-PEERS = (EAGER, COMPILE, LIGER, QUACK, CUDNN, TORCHAO)
+TORCHAO, TRL, TORCH = "torchao", "trl", "torch"
+PEERS = (EAGER, COMPILE, LIGER, QUACK, CUDNN, TORCHAO, TRL, TORCH)
 
 
 def eager(case: BenchCase) -> Function:
@@ -66,6 +68,8 @@ MAKERS: dict[str, Callable[[BenchCase], Function]] = {
     QUACK: partial(function_of, package=quack.PACKAGE, table=quack.FUNCTIONS),
     CUDNN: cudnn.function_of,
     TORCHAO: torchao.function_of,
+    TRL: formulas.trl,
+    TORCH: formulas.torchs,
 }
 
 TABLES: dict[str, Collection[str]] = {
@@ -73,6 +77,8 @@ TABLES: dict[str, Collection[str]] = {
     QUACK: quack.FUNCTIONS,
     CUDNN: cudnn.FUNCTIONS,
     TORCHAO: torchao.FUNCTIONS,
+    TRL: formulas.TRL,
+    TORCH: formulas.TORCHS,
 }
 """Functions of the peers that implement only some ops."""
 
