@@ -94,7 +94,8 @@ inline NormPlan choose(const Norm& p, Alignment alignment, const Device& device)
 }
 
 /// The plan that also quantises: rows of whole vectors in a team, whose adjacent lanes hold each
-/// 128 elements. With kManyItems a thread would spill, so that long rows take a cluster.
+/// 128 elements. With kManyItems a thread would spill, so that long rows take a cluster or, if none
+/// holds them, two kernels.
 inline std::optional<OnePassPlan> plan_quantized(const Norm& p, const Device& device) {
   const NormPlan plan = choose(p, alignment_of_rows(p), device);
   const auto* const one_pass = std::get_if<OnePassPlan>(&plan);
@@ -102,7 +103,7 @@ inline std::optional<OnePassPlan> plan_quantized(const Norm& p, const Device& de
   const int lanes = vector_lanes(p.dtype);
   const auto rows = make_row_plan(ceil_div(p.columns, lanes), kScaledElements / lanes,
                                   /*streams=*/2, kRowThreads, device);
-  if (!rows) return std::nullopt;
+  if (!rows || rows->items != kFewItems) return std::nullopt;
   return OnePassPlan{*rows, Alignment::vector};
 }
 

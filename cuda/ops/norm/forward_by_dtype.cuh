@@ -50,11 +50,11 @@ __device__ __forceinline__ void prefetch_parameters(const Norm& p, const Tile& t
   }
 }
 
-/// Whether a quantised result is written from this tile: whole vectors, which make up the blocks.
+/// Whether a quantised result is written from this tile: plan_quantized() chooses it.
 template <class Tile>
 inline constexpr bool kQuantizes = false;
-template <class T, int kItems>
-inline constexpr bool kQuantizes<RowTile<RowVectors<T, kVectorLanes<T>, true>, kItems>> =
+template <class T>
+inline constexpr bool kQuantizes<RowTile<RowVectors<T, kVectorLanes<T>, true>, kFewItems>> =
     sizeof(T) <= 4;
 
 /// A team reads a row into registers, computes mean and variance, and writes the result. W: the
