@@ -16,7 +16,14 @@ import torch.distributed as dist
 
 LIMIT = 900
 """Seconds of a process."""
-DISTRIBUTED = ("torch.distributed.tensor.parallel", "torch.distributed.fsdp")
+PRELOADED = (
+    "pytest",
+    "torchkiln.testing",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.fsdp",
+    "torch._dynamo",  # at the first call of FSDP2 and of DistributedDataParallel
+)
+"""What most processes import."""
 
 START = """
 import sys
@@ -70,7 +77,7 @@ def forked(code: str, *words: object, **variables: str) -> CompletedProcess[str]
     has more variables of the environment than this one.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "torchkiln", *DISTRIBUTED])
+    context.set_forkserver_preload(list(PRELOADED))
     with TemporaryDirectory() as folder:
         given = (code, list(map(str, words)), folder, os.environ | variables)
         process = context.Process(target=execute, args=given)

@@ -117,9 +117,11 @@ struct Op {
         [options](const Incoming& in, const Kept<4>& kept) {
           const auto& [logits, target, entropy, state] = kept;
           if (in.needs_composite()) {
-            return composite_gradients(in, std::array{logits}, [&](const auto& inputs) {
-              return composite(inputs[0], target, options);
-            });
+            // clang 15 cannot capture a structured binding by name.
+            return composite_gradients(in, std::array{logits},
+                                       [&options, &target = target](const auto& inputs) {
+                                         return composite(inputs[0], target, options);
+                                       });
           }
           return variable_list{call_below<Backward>(
               logits, target,
