@@ -11,6 +11,13 @@ namespace {
 constexpr int kDivergenceThreads = 256;
 constexpr int kDivergenceItems = 4;
 
+struct DivergenceMath : ExactMath {
+  template <class C>
+  static __device__ __forceinline__ C log1p(C x) {
+    return ::log1p(x);
+  }
+};
+
 /// The logarithms of the probabilities of a row.
 template <class C>
 struct LogRow {
@@ -21,7 +28,7 @@ struct LogRow {
       : logits(static_cast<const C*>(rows.logits) + row * rows.row_stride),
         scale(static_cast<C>(scale_)),
         log_sum_exp(static_cast<const C*>(rows.log_sum_exp)[row]),
-        correction(log1p(static_cast<const C*>(rows.mass)[row] - C(1))) {}
+        correction(::log1p(static_cast<const C*>(rows.mass)[row] - C(1))) {}
 
   __device__ __forceinline__ C of(C logit) const {
     return (logit * scale - log_sum_exp) + correction;
@@ -58,7 +65,7 @@ __global__ void __launch_bounds__(kDivergenceThreads) divergence_rows(Divergence
   const C beta = static_cast<C>(p.beta);
   C sums[2] = {};
   for_each_class<C>(p, row, [&](int, C log_p, C log_q) {
-    add_divergence<ExactMath>(kKind, beta, log_p, log_q, sums[0], sums[1]);
+    add_divergence<DivergenceMath>(kKind, beta, log_p, log_q, sums[0], sums[1]);
   });
   reduce_block(sums);
   if (threadIdx.x > 0) return;
@@ -75,23 +82,9 @@ __global__ void __launch_bounds__(kDivergenceThreads) divergence_gradient_rows(D
   const C factor = static_cast<C>(p.scale);
   T* const to = static_cast<T*>(p.grad_logits) + row * p.grad_logits_row_stride;
   for_each_class<C>(p, row, [&](int column, C log_p, C log_q) {
-    to[column] =
-        convert<T>(factor * divergence_slope<ExactMath>(kKind, beta, log_p, log_q, of_student));
+    to[column] = convert<T>(
+        factor * divergence_slope<DivergenceMath>(kKind, beta, log_p, log_q, of_student));
   });
-}
-
-/// Calls body with the kind as a constant.
-template <class Body>
-Status with_kind(DivergenceKind kind, const Body& body) {
-  using Kind = DivergenceKind;
-  switch (kind) {
-    case Kind::forward:
-      return body(std::integral_constant<Kind, Kind::forward>{});
-    case Kind::reverse:
-      return body(std::integral_constant<Kind, Kind::reverse>{});
-    default:
-      return body(std::integral_constant<Kind, Kind::js>{});
-  }
 }
 
 /// Launches a kernel with a block for each row.
