@@ -87,7 +87,7 @@ NOTES = {
     "softmax": Notes(strides="any; a mask broadcasts"),
     "cross_entropy": Notes(
         beside="float32 weight of classes and bias beside half precision; `loss_dtype=` any of "
-        "them; `logprob`, `linear_logprob`: results at least float32",
+        "them; `logprob`, `linear_logprob`, `linear_kl`: results at least float32",
         other="an error; int64 target",
         strides="any; a copy if classes are not adjacent",
         layout="contiguous; classes adjacent in the gradient",
@@ -256,7 +256,8 @@ def functions(family: str) -> list[Callable[..., Any]]:
     """Public functions of a family."""
     found = [getattr(torchkiln, name) for name in torchkiln.__all__]
     home = f"torchkiln.ops.{family}"
-    return [f for f in found if inspect.isfunction(f) and f.__globals__["__name__"] == home]
+    homes = {f: f.__globals__["__name__"] for f in found if inspect.isfunction(f)}
+    return [f for f, name in homes.items() if f"{name}.".startswith(f"{home}.")]
 
 
 def modules(family: str) -> list[type[torch.nn.Module]]:

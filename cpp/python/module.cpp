@@ -129,6 +129,7 @@ PYBIND11_MODULE(_C, module, py::mod_gil_not_used()) {
   ops.bind<&torchkiln::linear_cross_entropy>("linear_cross_entropy");
   ops.bind<&torchkiln::logprob>("logprob", nullptr, nullptr, &without_entropy<4>);
   ops.bind<&torchkiln::linear_logprob>("linear_logprob", nullptr, nullptr, &without_entropy<8>);
+  ops.bind<&torchkiln::linear_kl>("linear_kl");
   ops.bind<&torchkiln::matmul>("matmul");
   ops.bind<&torchkiln::linear>("linear");
   ops.bind<&torchkiln::mlp>("mlp");

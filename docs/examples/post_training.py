@@ -86,6 +86,14 @@ def grpo(  # noqa: PLR0917
     return mean(beta * kl - kept - bonus * entropy, mask).mean()
 
 
+def distillation(
+    hidden: Tensor, head: Tensor, teacher: Tensor, teacher_head: Tensor, mask: Tensor
+) -> Tensor:
+    """The divergence from the teacher; tokens that the mask leaves out cost no product."""
+    kl = torchkiln.linear_kl(hidden, head, teacher, teacher_head, temperature=2.0, rows=mask)
+    return mean(kl, mask).mean()
+
+
 def on_policy_distillation(logp: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
     """Has the expected gradient of the reverse KL, for tokens that the student has drawn."""
     gap = (logp - teacher).detach()

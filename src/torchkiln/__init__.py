@@ -44,6 +44,7 @@ from torchkiln.ops.cross_entropy import (  # noqa: E402
     CrossEntropyOutput,
     cross_entropy,
     linear_cross_entropy,
+    linear_kl,
     linear_logprob,
     logprob,
 )
@@ -174,6 +175,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "linear_fp8",
+    "linear_kl",
     "linear_logprob",
     "log_softmax",
     "logprob",

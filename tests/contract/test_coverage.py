@@ -147,6 +147,7 @@ def test_stub_and_extension_agree() -> None:
 
 
 KEYWORD_TENSORS = {
+    "linear_kl": ["rows"],
     "linear_logprob": ["rows"],
     "log_softmax": ["mask"],
     "qkv_norm_rope": ["positions"],

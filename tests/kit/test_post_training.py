@@ -44,6 +44,8 @@ class Batch:
         self.old, self.ref = torch.randn(2, SEQUENCES, TOKENS - 1, **normal) * 0.3
         self.gain = torch.randn(SEQUENCES, **normal)
         self.pairs = torch.randn(4, 2, **normal) * 5 - 20
+        self.teacher = torch.randn(SEQUENCES, TOKENS, WIDTH + 2, **normal)
+        self.teacher_head = torch.randn(CLASSES, WIDTH + 2, **normal)
 
     def counted(self) -> list[list[int]]:
         """The positions of each sequence whose next token counts."""
@@ -127,6 +129,22 @@ def plain_grpo(b: Batch) -> Tensor:
     return sum(each) / len(each)
 
 
+def plain_distillation(b: Batch) -> Tensor:
+    """The divergence from the teacher to the student, both at twice the temperature."""
+    each = []
+    for s, at in b.counts():
+        tokens = []
+        for t in at:
+            p, q = (
+                (head @ state[s, t] / 2).exp()
+                for head, state in ((b.head, b.hidden), (b.teacher_head, b.teacher))
+            )
+            p, q = p / p.sum(), q / q.sum()
+            tokens.append((q * (q / p).log()).sum())
+        each.append(torch.stack(tokens).mean())
+    return torch.stack(each).mean()
+
+
 def plain_on_policy_distillation(b: Batch) -> Tensor:
     """The log-ratio to the teacher is a constant factor of each token."""
     each = []
@@ -159,6 +177,12 @@ def from_recipe(name: str, recipes: ModuleType, b: Batch) -> Tensor:
     return recipes.kto(logp.sum(-1), b.pairs[:2].flatten(), is_good, *b.pairs[2:])
 
 
+def of_two_heads(recipes: ModuleType, b: Batch) -> Tensor:
+    """The loss of the recipe of distillation."""
+    states, teacher = b.hidden[:, :-1], b.teacher[:, :-1]
+    return recipes.distillation(states, b.head, teacher, b.teacher_head, b.mask[:, 1:])
+
+
 PLAIN: dict[str, Callable[[Batch], Tensor]] = {
     "sft": plain_sft,
     "dpo": plain_dpo,
@@ -166,6 +190,7 @@ PLAIN: dict[str, Callable[[Batch], Tensor]] = {
     "simpo": plain_simpo,
     "kto": plain_kto,
     "grpo": plain_grpo,
+    "distillation": plain_distillation,
     "on_policy_distillation": plain_on_policy_distillation,
 }
 
@@ -175,7 +200,9 @@ PLAIN: dict[str, Callable[[Batch], Tensor]] = {
 def test_a_recipe_is_its_formula(name: str, seed: int, recipes: ModuleType) -> None:
     batch = Batch(seed)
     given = (batch.hidden, batch.head)
-    found, truth = from_recipe(name, recipes, batch), PLAIN[name](batch)
+    is_distilled = name == "distillation"
+    found = of_two_heads(recipes, batch) if is_distilled else from_recipe(name, recipes, batch)
+    truth = PLAIN[name](batch)
     torch.testing.assert_close(found, truth, rtol=1e-11, atol=1e-12)
     for one, other in zip(
         torch.autograd.grad(found, given), torch.autograd.grad(truth, given), strict=True

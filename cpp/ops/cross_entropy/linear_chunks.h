@@ -30,24 +30,31 @@ struct LogitLayer {
   bool is_wide() const { return dtype.value_or(x.scalar_type()) != x.scalar_type(); }
 };
 
-/// Rows per chunk: as many as fit in 1 GiB of logits, at least 2048 and at most 8192. Each chunk
-/// adds to the whole gradient of the weight, which smaller chunks repeat more often. All chunks
-/// have about the same size. A softcap needs two more copies of the logits, in the compute dtype;
+/// Rows per chunk of logits that take `row_bytes` per row: as many as fit in 1 GiB, at least
+/// `least` and at most 8192. Each chunk adds to the whole gradient of the weight, which smaller
+/// chunks repeat more often. All chunks have about the same size.
+inline int64_t rows_per_chunk(int64_t rows, int64_t row_bytes, int64_t least) {
+  constexpr int64_t kBytes = int64_t{1} << 30, kMost = 8192;
+  const int64_t most = std::clamp(kBytes / row_bytes, least, kMost);
+  const int64_t chunks = std::max<int64_t>((rows + most - 1) / most, 1);
+  return (rows + chunks - 1) / chunks;
+}
+
+/// Rows per chunk of a layer. A softcap needs two more copies of the logits, in the compute dtype;
 /// wide logits are one.
 /// `may_be_whole`: up to 8192 rows are one chunk if their logits and the gradient of the weight
 /// take no more memory than chunks and their float32 sum. On a GPU all rows are one chunk if their
 /// logits take little memory beside x: products of fewer rows leave SMs idle.
 inline int64_t rows_per_chunk(const LogitLayer& layer, bool may_be_whole) {
-  constexpr int64_t kBytes = int64_t{1} << 30, kLeast = 2048, kMost = 8192;
+  constexpr int64_t kLeast = 2048, kMost = 8192;
   const at::ScalarType dtype = layer.x.scalar_type();
   const size_t copies = layer.softcap ? 2 : layer.is_wide() ? 1 : 0;
   const size_t element = c10::elementSize(dtype) + copies * c10::elementSize(compute_dtype(dtype));
   const int64_t row = layer.weight.size(0) * static_cast<int64_t>(element);
-  const int64_t rows = layer.x.size(0), most = std::clamp(kBytes / row, kLeast, kMost);
+  const int64_t rows = layer.x.size(0);
   const int64_t row_of_x = layer.x.size(1) * static_cast<int64_t>(c10::elementSize(dtype));
   if (layer.x.is_cuda() && row * 8 <= row_of_x) return rows;
-  const int64_t chunks = (rows + most - 1) / most;
-  const int64_t size = (rows + chunks - 1) / chunks;
+  const int64_t size = rows_per_chunk(rows, row, kLeast);
   const int64_t saved =
       layer.weight.numel() * static_cast<int64_t>(sizeof(float) - c10::elementSize(dtype));
   const bool is_whole = may_be_whole && rows <= kMost && (rows - size) * row <= saved;
@@ -94,17 +101,18 @@ class ChunkLogits {
   ChunkLogits(const char* op, const LogitLayer& layer, int64_t rows)
       : layer_(layer), classes_(layer.weight.size(0)) {
     const PaddedSizes sizes(layer.x, layer.weight);
-    const int64_t stride = sizes.n;
-    memory_ = at::empty({rows, stride}, layer.x.options());
+    stride_ = sizes.n;
+    columns_ = classes_;
     const bool is_aligned = row_alignment(layer.x) == kRowBytes && layer.x.size(1) == sizes.k;
-    if (stride == classes_ || !is_aligned ||
-        !gains_from_padding(layer.x, layer.weight, own(memory_))) {
-      memory_ = own(memory_);
-      return;
+    if (stride_ != classes_ && is_aligned) {
+      const at::Tensor row = at::empty({1, stride_}, layer.x.options());
+      if (gains_from_padding(layer.x, layer.weight, own(row.expand({rows, stride_})))) pad(op);
     }
-    trace::note("copied: the weight, for products of ", stride, " classes, which take less time");
-    layer_.weight = padded(op, layer.weight, stride, layer.weight.size(1));
-    if (layer.bias) layer_.bias = at::constant_pad_nd(*layer.bias, {0, stride - classes_});
+    if (layer.is_wide()) {
+      wide_ = at::empty({rows, columns_}, layer.x.options().dtype(layer.dtype));
+    } else {
+      memory_ = at::empty({rows, stride_}, layer.x.options());
+    }
   }
 
   /// The layer whose logits are computed: the given layer, or the layer with added classes whose
@@ -113,8 +121,9 @@ class ChunkLogits {
 
   /// Computes the logits of these rows.
   const at::Tensor& compute(const Rows& rows) {
-    product_ = memory_.narrow(0, 0, rows.count);
+    rows_ = rows.count;
     if (layer_.is_wide()) return compute_wide(rows);
+    product_ = part(memory_);
     const auto [x, columns] = in_whole_tiles(rows.of(layer_.x), layer_.weight.t());
     const double scale = layer_.softcap ? 1 : 1 / layer_.temperature;
     const bool adds = layer_.bias && layer_.bias->scalar_type() == product_.scalar_type();
@@ -133,15 +142,27 @@ class ChunkLogits {
     return logits_.div_(*layer_.softcap).tanh_().mul_(bound());
   }
 
+  /// The memory of the gradient of the outputs computed last: that of the logits unless they are
+  /// wide. 0 for added classes; the caller writes own() of it.
+  const at::Tensor& gradient_memory() {
+    if (layer_.is_wide()) {
+      if (!memory_.defined()) memory_ = at::empty({wide_.size(0), stride_}, layer_.x.options());
+      product_ = part(memory_);
+    }
+    // The product with a weight of 0 is NaN where x is not finite.
+    const int64_t added = columns_ - classes_;
+    if (added > 0) product_.narrow(1, classes_, added).zero_();
+    return product_;
+  }
+  /// The columns of the given classes, without added ones.
+  at::Tensor own(const at::Tensor& logits) const { return logits.narrow(1, 0, classes_); }
+
   /// The gradient of the layer's outputs, in place of the logits computed last; 0 for added
   /// classes. `grad` is the gradient of the losses, divided by the temperature.
   const at::Tensor& differentiate(const char* op, const at::Tensor& grad, const at::Tensor& target,
                                   const LossOptions& options, const RowState& state,
                                   const at::Tensor& grad_entropy = {}) {
-    at::Tensor outputs = own(product_);
-    // The product with a weight of 0 is NaN where x is not finite.
-    const int64_t added = product_.size(1) - classes_;
-    if (added > 0) product_.narrow(1, classes_, added).zero_();
+    at::Tensor outputs = own(gradient_memory());
     if (!layer_.softcap) {
       run_backward(op, grad, logits_, target, options, state, logits_, grad_entropy);
       if (layer_.is_wide()) outputs.copy_(logits_);
@@ -155,10 +176,16 @@ class ChunkLogits {
   }
 
  private:
+  /// Adds classes whose weights are 0, up to whole vectors.
+  void pad(const char* op) {
+    columns_ = stride_;
+    trace::note("copied: the weight, for products of ", stride_, " classes, which take less time");
+    layer_.weight = padded(op, layer_.weight, stride_, layer_.weight.size(1));
+    if (layer_.bias) layer_.bias = at::constant_pad_nd(*layer_.bias, {0, stride_ - classes_});
+  }
   /// Logits that are not rounded to the dtype of x.
   const at::Tensor& compute_wide(const Rows& rows) {
-    if (!wide_.defined()) wide_ = at::empty(memory_.sizes(), memory_.options().dtype(layer_.dtype));
-    const at::Tensor product = wide_.narrow(0, 0, rows.count);
+    const at::Tensor product = part(wide_);
     add_product(product, rows.of(layer_.x), layer_.weight.t(), /*is_first=*/true);
     if (layer_.bias) product.add_(*layer_.bias);
     logits_ = own(product);
@@ -167,12 +194,15 @@ class ChunkLogits {
   }
   /// The bound of logits with a softcap.
   double bound() const { return *layer_.softcap / layer_.temperature; }
-  /// The columns of the given classes, without added ones.
-  at::Tensor own(const at::Tensor& logits) const { return logits.narrow(1, 0, classes_); }
+  /// The rows and columns of the outputs computed last.
+  at::Tensor part(const at::Tensor& memory) const {
+    return memory.narrow(0, 0, rows_).narrow(1, 0, columns_);
+  }
 
   LogitLayer layer_;
-  int64_t classes_;
-  at::Tensor memory_, wide_, product_, logits_;
+  int64_t classes_, columns_ = 0, stride_ = 0, rows_ = 0;
+  at::Tensor memory_, wide_;  // of the dtype of x, with stride_ columns; of wide logits
+  at::Tensor product_, logits_;
 };
 
 /// The dtype of the gradient of the weight. float16 has no range for a sum over all rows.
@@ -246,15 +276,13 @@ inline std::tuple<at::Tensor, at::Tensor, at::Tensor> empty_gradients(const Logi
 /// All but the weight, whose gradient is allocated once the logits are freed.
 inline Wanted without_weight(const Wanted& wanted) { return {wanted[0], false, wanted[2]}; }
 
-/// Calls body(logits, gradients, rows) for each chunk. Returns the gradient of the weight, if it is
-/// wanted.
+/// Calls body(logits, gradients, rows) for each chunk of `size` rows. Returns the gradient of the
+/// weight, if it is wanted.
 template <class Body>
 at::Tensor for_each_chunk_of_logits(const char* op, const LogitLayer& layer, const Wanted& wanted,
                                     const at::Tensor& grad_x, const at::Tensor& grad_bias,
-                                    const Body& body) {
-  const bool may_be_whole =
-      wanted[1] && layer.x.scalar_type() == at::kBFloat16 && has_exact_gradient(layer.weight);
-  const int64_t rows = layer.x.size(0), size = rows_per_chunk(layer, may_be_whole);
+                                    int64_t size, const Body& body) {
+  const int64_t rows = layer.x.size(0);
   LayerGradients gradients{wanted[0] ? as_matrix(grad_x) : at::Tensor(), at::Tensor(),
                            wanted[2] ? grad_bias : at::Tensor()};
   {
@@ -263,6 +291,27 @@ at::Tensor for_each_chunk_of_logits(const char* op, const LogitLayer& layer, con
     for_each_chunk(rows, size, [&](const Rows& chunk) { body(logits, gradients, chunk); });
   }
   return wanted[1] ? weight_gradient(gradients.weight, layer.weight) : at::Tensor();
+}
+
+/// The same with the rows per chunk of the layer.
+template <class Body>
+at::Tensor for_each_chunk_of_logits(const char* op, const LogitLayer& layer, const Wanted& wanted,
+                                    const at::Tensor& grad_x, const at::Tensor& grad_bias,
+                                    const Body& body) {
+  const bool may_be_whole =
+      wanted[1] && layer.x.scalar_type() == at::kBFloat16 && has_exact_gradient(layer.weight);
+  const int64_t size = rows_per_chunk(layer, may_be_whole);
+  return for_each_chunk_of_logits(op, layer, wanted, grad_x, grad_bias, size, body);
+}
+
+/// All logits with torch's own ops, from products of this dtype, in the compute dtype, as rows.
+inline at::Tensor composite_logits(const LogitLayer& layer, at::ScalarType product) {
+  const auto& [x, weight, bias, softcap, temperature, dtype] = layer;
+  const at::ScalarType wide = compute_dtype(x.scalar_type());
+  const bool adds = bias && bias->scalar_type() == product;
+  const at::Tensor logits =
+      as_matrix(at::linear(x.to(product), weight.to(product), adds ? bias : std::nullopt)).to(wide);
+  return bias && !adds ? logits + bias->to(wide) : logits;
 }
 
 }  // namespace torchkiln

@@ -2,6 +2,7 @@
 // keeps the numbers of each row. Backward computes the logits of a chunk again, replaces them by
 // their gradient, and computes the gradients of x, weight and bias from it.
 
+#include "cross_entropy/counted_rows.h"
 #include "cross_entropy/linear_chunks.h"
 #include "cross_entropy/logprob.h"
 #include "detail/check_linear.h"
@@ -169,13 +170,10 @@ struct Op {
   /// All logits, with torch's own ops, in the dtype of the results unless a dtype is given.
   static Two composite(const Call& call) {
     check(kName, call);
-    const auto& [x, weight, bias, softcap, one, dtype] = call.layer;
-    const at::ScalarType wide = compute_dtype(x.scalar_type()), product = dtype.value_or(wide);
-    const bool adds = bias && bias->scalar_type() == product;
-    Tensor logits = at::linear(x.to(product), weight.to(product), adds ? bias : std::nullopt);
-    logits = as_matrix(logits).to(wide);
-    if (bias && !adds) logits = logits + bias->to(wide);
-    if (softcap) logits = capped(kName, logits, *softcap);
+    const LogitLayer& layer = call.layer;
+    const at::ScalarType wide = compute_dtype(layer.x.scalar_type());
+    Tensor logits = composite_logits(layer, layer.dtype.value_or(wide));
+    if (layer.softcap) logits = capped(kName, logits, *layer.softcap);
     if (call.temperature != 1) logits = logits / call.temperature;
     return composite_logprob(logits, call.target, call.ignore_index, call.entropy);
   }
@@ -228,30 +226,19 @@ struct Op {
     return torchkiln::call<Op>(call);
   }
 
-  /// With `rows`: the results of these rows, among zeros. The number of rows in a mask is read from
-  /// the device.
+  /// With `rows`: the results of these rows, among zeros.
   static std::optional<Two> rewritten(const Call& call) {
     if (!call.rows) return std::nullopt;
     check(kName, call);
-    const Tensor& given = *call.rows;
-    const bool is_mask = given.scalar_type() == at::kBool;
-    check_tensors(kName, {{"x", call.layer.x}, {"rows", given}});
-    TORCH_CHECK(is_mask ? given.sym_sizes().equals(call.target.sym_sizes())
-                        : given.scalar_type() == at::kLong && given.dim() == 1,
-                "torchkiln.", kName, ": rows: got ", dtype_name(given.scalar_type()), " ",
-                given.sym_sizes(), ", expected int64 [any], indices of rows, or bool ",
-                call.target.sym_sizes(), ", a mask of the shape of target");
-    const Tensor rows = is_mask ? given.reshape({-1}).nonzero().squeeze(-1) : given;
+    const c10::SymIntArrayRef shape = call.target.sym_sizes();
+    const Tensor rows = counted_rows(kName, call.layer.x, *call.rows, shape);
     Call some = call;
     some.rows = std::nullopt;
     some.layer.x = as_matrix(call.layer.x).index_select(0, rows);
     some.target = call.target.reshape({-1}).index_select(0, rows);
     const auto [logp, entropy] = torchkiln::call<Op>(some);
-    const auto among_zeros = [&](const Tensor& found) {
-      const Tensor all = at::zeros_symint({call.target.sym_numel()}, found.options());
-      return all.index_copy(0, rows, found).view_symint(call.target.sym_sizes());
-    };
-    return Two{among_zeros(logp), call.entropy ? among_zeros(entropy) : entropy};
+    return Two{among_zeros(logp, rows, shape),
+               call.entropy ? among_zeros(entropy, rows, shape) : entropy};
   }
 };
 

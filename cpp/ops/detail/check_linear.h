@@ -28,22 +28,23 @@ struct LinearNames {
   const char* weight = "weight";
   const char* bias = "bias";
   const char* rows = "the first size of weight";
+  const char* x = "x";
 };
 
 /// Checks the arguments of a linear layer: x [..., k], weight [n, k], bias [n].
 inline void check_linear(const char* op, const at::Tensor& x, const at::Tensor& weight,
                          const MaybeTensor& bias, const LinearNames& names = {}) {
-  check_tensors(op, {{"x", x}, {names.weight, weight}});
-  check_dtype(op, "x", x);
+  check_tensors(op, {{names.x, x}, {names.weight, weight}});
+  check_dtype(op, names.x, x);
   check_weight_dtype(op, x, names.weight, weight);
-  check_not_0_dim(op, "x", x);
+  check_not_0_dim(op, names.x, x);
   TORCH_CHECK(weight.dim() == 2, "torchkiln.", op, ": ", names.weight, ": got ", weight.dim(),
               " dimensions (shape ", weight.sym_sizes(), "), expected 2");
   TORCH_CHECK(weight.sym_size(1) == x.sym_size(-1), "torchkiln.", op, ": ", names.weight,
               ": got shape ", weight.sym_sizes(), ", expected ", x.sym_size(-1),
-              " as the second size, the last size of x");
+              " as the second size, the last size of ", names.x);
   if (!bias) return;
-  check_tensors(op, {{"x", x}, {names.bias, *bias}});
+  check_tensors(op, {{names.x, x}, {names.bias, *bias}});
   check_parameter_dtype(op, names.bias, bias->scalar_type(), "x", x.scalar_type());
   check_vector(op, names.bias, *bias, weight.sym_size(0), names.rows);
 }

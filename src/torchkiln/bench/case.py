@@ -43,6 +43,12 @@ class BenchCase:
         """The arithmetic operations of the call."""
         return self._traffic(direction).operations
 
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        """Positions of the arguments whose gradients are computed."""
+        timed = self.spec.timed
+        return tuple(i for i in self.spec.wanted(self.sample) if timed is None or i in timed)
+
     def _traffic(self, direction: str) -> Traffic:
         if direction == STEP:
             both = self._traffic(FORWARD), self._traffic(BACKWARD)
@@ -86,11 +92,12 @@ def call_of(
     if direction == FORWARD:
         args, kwargs = sample.arguments(function)
         return partial(function, *args, **kwargs)
-    leaves = case.spec.leaves(sample)
+    wanted = case.wanted
+    leaves = case.spec.leaves(sample, wanted)
     if direction == RECORDED:
         args, kwargs = leaves.arguments(function)
         return partial(function, *args, **kwargs)
-    inputs = [leaves.args[i] for i in case.spec.wanted(leaves)]
+    inputs = [leaves.args[i] for i in wanted]
     results = outputs(leaves.call(function))
     incoming = list(map(torch.randn_like, results)) if grads is None else grads
     # A peer's result may have another dtype; the conversion must not be timed.

@@ -34,6 +34,14 @@ def chunk_flops(x: Tensor, weight: Tensor, *args: Any, **_kwargs: Any) -> int:
     return 2 * x.numel() * weight.shape[0] * (1 + sum(wanted[:2]))
 
 
+def two_chunk_flops(x: Tensor, weight: Tensor, y: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Operations of both layers' logits, and of the student's gradients if they are needed."""
+    classes = weight.shape[0]
+    own = chunk_flops(x, weight, *args, **kwargs)
+    differentiates = any(each is True for each in args)
+    return own + 2 * classes * (y.numel() + x.numel() * differentiates)
+
+
 def register_flops(module: ModuleType) -> None:
     """Registers the formulas with torch's module."""
     ops = torch.ops.torchkiln
@@ -50,3 +58,5 @@ def register_flops(module: ModuleType) -> None:
         ops._linear_logprob_backward,
     ]
     module.register_flop_formula(losses, get_raw=True)(chunk_flops)
+    divergences = [ops.linear_kl, ops._linear_kl_forward, ops._linear_kl_backward]
+    module.register_flop_formula(divergences, get_raw=True)(two_chunk_flops)

@@ -154,6 +154,9 @@ class OpSpec:
     """Positions of results that have no gradient, such as counts."""
     devices: tuple[str, ...] = ("cpu", "cuda")
     """The kinds of devices that the op has kernels for."""
+    timed: tuple[int, ...] | None = None
+    """Positions of the arguments whose gradients the benchmark computes; None for all that have
+    gradients."""
     autocast: tuple[int, ...] = ()
     """Positions of arguments that autocast converts; empty if it converts none."""
     bench_shapes: tuple[tuple[int, int], ...] = ()

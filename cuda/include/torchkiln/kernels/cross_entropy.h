@@ -1,5 +1,6 @@
 #pragma once
 
+#include "torchkiln/core/divergence.h"
 #include "torchkiln/core/dtype.h"
 
 struct CUstream_st;
@@ -104,6 +105,35 @@ struct LossSum {
   void* divisor;  // one number of the compute type: the sum of the weights; null unless `mean`
 };
 
+/// Logits of one of two distributions per row, and the numbers that cross_entropy() with is_logprob
+/// has computed for them. log(p) = scale * logits - log_sum_exp + log(mass).
+struct DistributionRows {
+  const void* logits;  // [rows, classes], classes adjacent
+  int64_t row_stride;
+  const void* log_sum_exp;  // [rows]
+  const void* mass;         // [rows]
+};
+
+/// The divergence of each row's distributions, and its gradient with respect to the student's
+/// logits.
+struct Divergence {
+  DistributionRows student, teacher;
+  Dtype dtype;  // of all numbers but grad_logits: float32 or float64
+  int64_t rows;
+  int64_t classes;
+  double scale;  // greater than 0
+  DivergenceKind kind;
+  double beta;  // read only for js; greater than 0, less than 1
+  // [rows]: the sums of the terms with the factor p, and with the factor q, and both
+  void* of_student;  // read by the gradient
+  void* of_teacher;
+  void* divergence;
+  // of the gradient, for an incoming gradient of 1
+  void* grad_logits = nullptr;  // [rows, classes], classes adjacent; may be the student's logits
+  Dtype grad_logits_dtype{};    // `dtype`, or half precision if that is float32
+  int64_t grad_logits_row_stride = 0;
+};
+
 namespace cpu {
 
 /// Computes the rows begin <= row < end. Returns an error if a target is not a class.
@@ -111,6 +141,9 @@ TORCHKILN_EXPORT Status cross_entropy(const CrossEntropy& arguments, int64_t beg
 TORCHKILN_EXPORT Status cross_entropy_backward(const CrossEntropyBackward& arguments, int64_t begin,
                                                int64_t end);
 TORCHKILN_EXPORT Status loss_sum(const LossSum& arguments);
+TORCHKILN_EXPORT Status divergence(const Divergence& arguments, int64_t begin, int64_t end);
+TORCHKILN_EXPORT Status divergence_gradient(const Divergence& arguments, int64_t begin,
+                                            int64_t end);
 
 }  // namespace cpu
 
@@ -124,6 +157,8 @@ TORCHKILN_EXPORT Status cross_entropy(const CrossEntropy& arguments, const LossS
 TORCHKILN_EXPORT Status cross_entropy_backward(const CrossEntropyBackward& arguments,
                                                CUstream_st* stream);
 TORCHKILN_EXPORT Status loss_sum(const LossSum& arguments, CUstream_st* stream);
+TORCHKILN_EXPORT Status divergence(const Divergence& arguments, CUstream_st* stream);
+TORCHKILN_EXPORT Status divergence_gradient(const Divergence& arguments, CUstream_st* stream);
 
 }  // namespace cuda
 }  // namespace torchkiln

@@ -2,6 +2,7 @@
 
 from torchkiln.testing.forms import with_forms
 from torchkiln.testing.specs.cross_entropy import linear, logits, metrics
+from torchkiln.testing.specs.cross_entropy.linear_kl import LINEAR_KL
 from torchkiln.testing.specs.cross_entropy.linear_logprob import LINEAR_LOGPROB
 from torchkiln.testing.specs.cross_entropy.logits import classes, probabilities, reference
 from torchkiln.testing.specs.cross_entropy.logprob import LOGPROB
@@ -12,6 +13,7 @@ LINEAR_CROSS_ENTROPY = with_forms(linear.LINEAR_CROSS_ENTROPY, metrics.LINEAR)
 __all__ = [
     "CROSS_ENTROPY",
     "LINEAR_CROSS_ENTROPY",
+    "LINEAR_KL",
     "LINEAR_LOGPROB",
     "LOGPROB",
     "classes",

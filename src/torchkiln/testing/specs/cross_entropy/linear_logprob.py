@@ -14,7 +14,7 @@ from torchkiln.ops._traced import name_of
 from torchkiln.testing.compare import steps
 from torchkiln.testing.data import normal
 from torchkiln.testing.refusals import GoodCall, Refusals
-from torchkiln.testing.sample import Invalid, Sample
+from torchkiln.testing.sample import Invalid, Sample, Traffic
 from torchkiln.testing.spec import OpSpec
 from torchkiln.testing.specs.cross_entropy import linear
 from torchkiln.testing.specs.cross_entropy import logprob as whole
@@ -143,6 +143,31 @@ def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> S
     return Sample("bench", call.args, {"entropy": True})
 
 
+def bench_variants(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
+) -> Iterator[tuple[str, Sample]]:
+    """The same, of which a quarter of the rows counts."""
+    call = bench(device, dtype, shape)
+    rows = torch.randperm(shape[0], device=device)[: shape[0] // 4]
+    yield "25% of rows", Sample("bench", call.args, {**call.kwargs, "rows": rows})
+
+
+def counted(sample: Sample) -> Sample:
+    """The call of the rows that count."""
+    rows = sample.kwargs.get("rows")
+    return sample if rows is None else sample.substitute(0, sample.args[0][: rows.numel()])
+
+
+def traffic(sample: Sample) -> Traffic:
+    """Reads the rows that count and the weight."""
+    return linear.traffic(counted(sample))
+
+
+def backward_traffic(sample: Sample) -> Traffic:
+    """Reads both, writes their gradients."""
+    return linear.backward_traffic(counted(sample))
+
+
 def invalid(device: torch.device) -> Iterator[Invalid]:
     """Targets and rows that do not match x, numbers out of range."""
     x, weight = torch.ones(2, 4, device=device), torch.ones(3, 4, device=device)
@@ -156,7 +181,9 @@ def invalid(device: torch.device) -> Iterator[Invalid]:
     for softcap in (0.0, -2.0):
         words = f"softcap: got {softcap:g}, expected a number greater than 0, or None"
         yield good.changed(words, ValueError, softcap=softcap)
-    expected = "expected int64 [any], indices of rows, or bool [2], a mask of the shape of target"
+    expected = (
+        "expected int64 [any], indices of rows, or bool [2], a mask of the shape of the result"
+    )
     words = f"rows: got {{}}, {expected}"
     for wrong in (target.float(), target.view(2, 1), torch.ones(3, device=device) > 0):
         yield good.changed(words.format(f"{name_of(wrong.dtype)} {list(wrong.shape)}"), rows=wrong)
@@ -178,9 +205,10 @@ LINEAR_LOGPROB = OpSpec(
     ),
     invalid=invalid,
     bench=bench,
+    bench_variants=bench_variants,
     large=None,
-    traffic=linear.traffic,
-    backward_traffic=linear.backward_traffic,
+    traffic=traffic,
+    backward_traffic=backward_traffic,
     opaque=True,
     indices=(2,),
     autocast=(0, 1),
