@@ -253,7 +253,10 @@ def compare(call, expected, leaves, mine, cuts, dims, entropy, close):
         torch.testing.assert_close(one, other, **close)
 
 
-def both(shape, cuts, *, dtype=torch.float64, softcap=None, has_bias=True, spread=False, **options):
+def both(
+    shape, cuts, *, dtype=torch.float64, softcap=None, has_bias=True, spread=False, rows=None,
+    **options,
+):
     classes, features = cuts[-1], 6
     target = torch.randint(classes, shape)
     target.flatten()[1::4] = options.get("ignore_index", -100)
@@ -277,7 +280,7 @@ def both(shape, cuts, *, dtype=torch.float64, softcap=None, has_bias=True, sprea
     leaves = [normal(*shape, features, dtype=dtype), normal(classes, features, dtype=dtype)]
     leaves += [normal(classes, dtype=dtype)] if has_bias else []
     leaves, dims = [t.requires_grad_() for t in leaves], [None, 0, 0][: len(leaves)]
-    options["softcap"] = softcap
+    options |= {"softcap": softcap, "rows": rows}
     compare(
         lambda given: vocab_parallel_linear_logprob(
             *given[:2], target, *given[2:], **place, **options
@@ -296,6 +299,11 @@ both((7,), even, entropy=True, softcap=3.0, has_bias=False)
 both((9,), even, entropy=True, dtype=torch.bfloat16)
 both((0,), even, entropy=True)
 both((2, 5), even, entropy=True, spread=True)
+rows = torch.tensor([7, 0, 3, 8, 2])
+both((2, 5), uneven, entropy=True, ignore_index=3, rows=rows)
+both((2, 5), even, rows=torch.zeros(10, dtype=bool).index_fill(0, rows, True).view(2, 5))
+both((2, 5), even, entropy=True, spread=True, rows=rows)
+both((2, 5), even, entropy=True, rows=rows[:0])
 
 refused = [
     (lambda: vocab_parallel_logprob(normal(3, 8), torch.arange(2)), "a class, counted over all"),
@@ -303,6 +311,12 @@ refused = [
     (
         lambda: vocab_parallel_linear_logprob(normal(3, 5), normal(8, 6), torch.arange(3)),
         "weight: got",
+    ),
+    (
+        lambda: vocab_parallel_linear_logprob(
+            normal(3, 6), normal(8, 6), torch.arange(3), rows=torch.ones(2)
+        ),
+        "rows: got torch.float32 [2], expected torch.int64 [any]",
     ),
 ]
 for call, message in refused:

@@ -181,7 +181,20 @@ def layer_of(  # noqa: PLR0917
     return LogprobLayer(x, weight, bias, target, None, softcap, 1.0, options)
 
 
-def results(found: tuple[Tensor, Tensor], target: Tensor, entropy: bool) -> Any:
+def counted_rows(rows: Tensor, target: Tensor) -> Tensor:
+    """The indices of the rows that count, from indices or a mask."""
+    is_mask = rows.dtype == torch.bool
+    if not (
+        rows.shape == target.shape if is_mask else rows.dtype == torch.int64 and rows.ndim == 1
+    ):
+        raise ValueError(
+            f"torchkiln.{LINEAR_NAME}: rows: got {rows.dtype} {list(rows.shape)}, expected "
+            f"torch.int64 [any], indices of rows, or torch.bool {list(target.shape)}, a mask"
+        )
+    return rows.reshape(-1).nonzero().squeeze(-1) if is_mask else rows
+
+
+def results(found: Sequence[Tensor], target: Tensor, entropy: bool) -> Any:
     """The results of a call in the shape of its target."""
     logp, other = (each.view(target.shape) for each in found)
     return (logp, other) if entropy else logp
@@ -231,6 +244,7 @@ def vocab_parallel_linear_logprob(
     first_class: int | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
+    rows: Tensor | None = None,
     ignore_index: int = -100,
     entropy: bool = False,
 ) -> Any:
@@ -240,8 +254,9 @@ def vocab_parallel_linear_logprob(
     dimension one mesh dimension shards, and the whole ``x``. Logits are computed for a chunk of
     rows at a time, again in backward. Forward gathers four numbers per row and process once, five
     with ``entropy``; backward adds the gradients of ``x`` of all processes. There is no second
-    derivative. ``x`` and ``target`` are equal on all processes; a ``DTensor`` ``x`` is replicated.
-    Arguments are those of :func:`vocab_parallel_logprob` and :func:`torchkiln.linear_logprob`.
+    derivative. ``x``, ``target`` and ``rows`` are equal on all processes; a ``DTensor`` ``x`` is
+    replicated. Rows that ``rows`` leaves out cost neither product nor communication. Arguments are
+    those of :func:`vocab_parallel_logprob` and :func:`torchkiln.linear_logprob`.
     """
     check_softcap(LINEAR_NAME, softcap)
     check_temperature(LINEAR_NAME, temperature)
@@ -254,15 +269,23 @@ def vocab_parallel_linear_logprob(
         shard = class_shard(LINEAR_NAME, weight.shape[0], group, classes, first_class)
     if isinstance(x, DTensor):
         x = x.to_local(grad_placements=x.placements)
-    target = local_of(target)
+    target, rows = local_of(target), local_of(rows)
     check_target(LINEAR_NAME, target, x.shape[:-1])
     if weight.shape[1:] != x.shape[-1:] or weight.dtype != x.dtype:
         raise ValueError(
             f"torchkiln.{LINEAR_NAME}: weight: got {weight.dtype} {list(weight.shape)}, expected "
             f"{x.dtype} [classes of this process, {x.shape[-1]}]: the dtype and the last size of x"
         )
+    x, classes_of_rows = x.reshape(-1, x.shape[-1]), target.reshape(-1)
+    some = None if rows is None else counted_rows(rows, target)
+    if some is not None:
+        x, classes_of_rows = x.index_select(0, some), classes_of_rows.index_select(0, some)
     found: Any = ShardedLinearLogprob.apply(  # type: ignore[no-untyped-call]
-        *(x.reshape(-1, x.shape[-1]).contiguous(), weight, bias, target.reshape(-1)),
+        *(x.contiguous(), weight, bias, classes_of_rows),
         *(softcap, (shard, temperature, ignore_index, entropy)),
     )
+    if some is not None:
+        found = [
+            torch.zeros_like(target, dtype=f.dtype).view(-1).index_copy(0, some, f) for f in found
+        ]
     return results(found, target, entropy)
