@@ -112,7 +112,7 @@ def test_a_refused_command(
         ("--threads=0", "--threads: got '0', expected numbers, such as 1,2"),
         (
             "--peers=best",
-            "--peers: got 'best', expected one of eager, compile, liger, quack, cudnn",
+            "--peers: got 'best', expected one of eager, compile, liger, quack, cudnn, trl, torch",
         ),
     ],
 )

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from torchkiln import bench
 from torchkiln.bench import peers
-from torchkiln.bench.case import BACKWARD, FORWARD, BenchCase, Function, cases
+from torchkiln.bench.case import BACKWARD, FORWARD, STEP, BenchCase, Function, call_of, cases
 from torchkiln.bench.clock import cpu_clock, device_clock
 from torchkiln.bench.measure import Settings, time_case, time_small
-from torchkiln.bench.peers import liger, quack
+from torchkiln.bench.peers import formulas, liger, quack
 from torchkiln.bench.report import tables
 from torchkiln.bench.result import OURS
 from torchkiln.testing import SPECS, OpSpec, Sample, Traffic
+from torchkiln.testing.compare import outputs
 from torchkiln.testing.specs.pointwise import ADD
 
 CPU = torch.device("cpu")
@@ -131,6 +132,7 @@ def ours_of(adapt: Callable[..., Any]) -> Function:
         ),
         (quack.softmax, (X, 1), ((X,), {})),
         (quack.cross_entropy, (X, TARGET), ((X, TARGET), {})),
+        (liger.linear_kl, (X, W, X, W), ((X, W, X, W, None, 0.0), {})),
     ],
 )
 def test_arguments_become_theirs(
@@ -221,6 +223,35 @@ def test_who_waits_for_the_gpu() -> None:
     assert peers.waits("liger", loss)
     assert not peers.waits("quack", loss)
     assert not peers.waits("liger", a_case())
+
+
+@pytest.mark.parametrize("name", formulas.TRL)
+def test_the_formulas_of_trl_are_those_of_the_ops(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(formulas, "SEQUENCE", 40)
+    spec = next(spec for spec in SPECS if spec.name == name)
+    for dtype, close in ((torch.float32, 1e-4), (torch.bfloat16, 0.3)):
+        for case in cases(spec, CPU, dtype, (150, 30)):
+            ((_, make),) = peers.makers(case, ("trl",))
+            found = outputs(case.sample.call(make(case)))
+            for one, other in zip(found, outputs(case.sample.call(spec.op)), strict=True):
+                torch.testing.assert_close(one.float(), other, rtol=0, atol=close)
+
+
+def test_a_step_computes_the_gradients_that_are_timed() -> None:
+    spec = next(spec for spec in SPECS if spec.name == "linear_kl")
+    case, _ = cases(spec, CPU, torch.float32, (6, 30))
+    grads: Any = call_of(case, spec.op, STEP)()
+    (grad,) = grads
+    assert grad.shape == case.sample.args[0].shape
+    assert case.wanted == (0,)
+
+
+def test_a_function_that_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.nn.functional, "linear_cross_entropy", raising=False)
+    row = a_row(a_case(dataclasses.replace(ADD, name="linear_cross_entropy")), FORWARD, "torch")
+    assert row.missing == {"torch": f"torch {torch.__version__} has no F.linear_cross_entropy"}
 
 
 @pytest.mark.cuda

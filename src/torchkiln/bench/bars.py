@@ -12,7 +12,7 @@ from statistics import geometric_mean, mode
 from typing import TYPE_CHECKING, Any
 
 from torchkiln.bench.case import FORWARD
-from torchkiln.bench.peers import COMPILE, CUDNN, EAGER, LIGER, QUACK
+from torchkiln.bench.peers import COMPILE, CUDNN, EAGER, LIGER, QUACK, TORCH, TRL
 from torchkiln.bench.result import OURS, Measurement
 from torchkiln.bench.roofline import PRODUCT
 
@@ -30,6 +30,8 @@ COLOURS = {
     LIGER: "#66a182",
     QUACK: "#8d6a9f",
     CUDNN: "#00798c",
+    TRL: "#b56576",
+    TORCH: "#3d405b",
 }
 GREY = "#888888"
 TEXT: dict[str, Any] = {"fontsize": 6.5, "verticalalignment": "center_baseline"}

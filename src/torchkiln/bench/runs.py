@@ -79,7 +79,8 @@ def run(
         dtypes: those that an op takes are timed.
         shapes: pairs of rows and columns; by default chosen for each op.
         direction: ``forward``, ``backward`` or ``both``.
-        peers: of ``eager``, ``compile``, ``liger``, ``quack`` and ``cudnn``, where installed.
+        peers: of ``eager``, ``compile``, ``liger``, ``quack``, ``cudnn``, ``trl`` (its formula) and
+            ``torch`` (its function of the name), where installed.
         within: limit of the whole run, in seconds; rows without time are in ``skipped``.
 
     Raises:

@@ -26,7 +26,7 @@ from torchkiln.cli.parsers import parser
 DEFAULT_DTYPES = ("float32", "bfloat16")
 COMPILE_DTYPES = ("float32", "float16", "bfloat16")
 """The default with ``--compile``: dtypes in which models are trained."""
-PEERS = ("eager", "compile", "liger", "quack", "cudnn")
+PEERS = ("eager", "compile", "liger", "quack", "cudnn", "trl", "torch")
 REPORT_SECONDS = 8 * 60
 REPORT_KINDS = ("host", "calls", "sweep")
 

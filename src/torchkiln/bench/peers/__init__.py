@@ -1,4 +1,4 @@
-"""Other implementations of the ops: eager torch, torch.compile, Liger-Kernel, quack, cuDNN."""
+"""Other implementations of the ops: torch, torch.compile, Liger-Kernel, quack, cuDNN, TRL's way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch._functorch.config as functorch_config
 
 from torchkiln.bench.case import BACKWARD, BenchCase, Function
-from torchkiln.bench.peers import cudnn, liger, quack
+from torchkiln.bench.peers import cudnn, formulas, liger, quack
 from torchkiln.bench.peers.package import Refused, function_of
 
 __all__ = [
@@ -23,6 +23,8 @@ __all__ = [
     "MAKERS",
     "PEERS",
     "QUACK",
+    "TORCH",
+    "TRL",
     "Refused",
     "backward_may_repeat",
     "knows",
@@ -33,7 +35,8 @@ __all__ = [
 ]
 
 EAGER, COMPILE, LIGER, QUACK, CUDNN = "eager", "compile", "liger", "quack", "cudnn"
-PEERS = (EAGER, COMPILE, LIGER, QUACK, CUDNN)
+TRL, TORCH = "trl", "torch"
+PEERS = (EAGER, COMPILE, LIGER, QUACK, CUDNN, TRL, TORCH)
 
 
 def eager(case: BenchCase) -> Function:
@@ -63,12 +66,16 @@ MAKERS: dict[str, Callable[[BenchCase], Function]] = {
     LIGER: partial(function_of, package=liger.PACKAGE, table=liger.FUNCTIONS),
     QUACK: partial(function_of, package=quack.PACKAGE, table=quack.FUNCTIONS),
     CUDNN: cudnn.function_of,
+    TRL: formulas.trl,
+    TORCH: formulas.torchs,
 }
 
 TABLES: dict[str, Collection[str]] = {
     LIGER: liger.FUNCTIONS,
     QUACK: quack.FUNCTIONS,
     CUDNN: cudnn.FUNCTIONS,
+    TRL: formulas.TRL,
+    TORCH: formulas.TORCHS,
 }
 """Functions of the peers that implement only some ops."""
 

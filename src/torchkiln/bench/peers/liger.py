@@ -15,7 +15,7 @@ PACKAGE = "liger_kernel"
 GRADIENT_IN_FORWARD = frozenset({"cross_entropy"})
 """Ops whose forward, if autograd records it, overwrites the input with the gradient."""
 
-WAITING = frozenset({"cross_entropy", "linear_cross_entropy"})
+WAITING = frozenset({"cross_entropy", "linear_cross_entropy", "linear_kl"})
 """Ops that copy numbers from the GPU to the host."""
 
 # IN_PLACE would overwrite the incoming gradient in backward, which all peers share here.
@@ -103,6 +103,21 @@ def linear_cross_entropy(
     return apply(*layer, weight, *numbers, softcap, False, torch.float32)[0]
 
 
+def linear_kl(
+    apply: Callable[..., Any],
+    x: Tensor,
+    weight: Tensor,
+    y: Tensor,
+    weight_y: Tensor,
+    *,
+    direction: str = "forward",
+    beta: float = 0.5,
+) -> Any:
+    """The mean over rows; its forward makes the gradients."""
+    share = {"forward": 0.0, "reverse": 1.0, "js": beta}[direction]
+    return apply(x, weight, y, weight_y, None, share)
+
+
 FUNCTIONS: Table = {
     "swiglu": ("liger_kernel.ops.swiglu", "LigerSiLUMulFunction.apply", gated),
     "geglu_tanh": ("liger_kernel.ops.geglu", "LigerGELUMulFunction.apply", gated),
@@ -123,5 +138,10 @@ FUNCTIONS: Table = {
         "liger_kernel.ops.fused_linear_cross_entropy",
         "LigerFusedLinearCrossEntropyFunction.apply",
         linear_cross_entropy,
+    ),
+    "linear_kl": (
+        "liger_kernel.ops.fused_linear_jsd",
+        "LigerFusedLinearJSDFunction.apply",
+        linear_kl,
     ),
 }
