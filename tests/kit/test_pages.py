@@ -47,6 +47,7 @@ SHOWN = {
     "docs/mutation.md": 1,
     "docs/new.md": 4,
     "docs/other-ops.md": 2,
+    "docs/post-training.md": 1,
     "docs/profiling.md": 3,
     "docs/quick-start.md": 1,
     "docs/removing-an-op.md": 1,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, get_args
 
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from torchkiln.patch.finding import (
     with_rows,
 )
 from torchkiln.patch.formula import loss_function
+from torchkiln.patch.functions import replace_functions
 from torchkiln.patch.graph import batch_norm
 from torchkiln.patch.measure import measure
 from torchkiln.patch.plan import Candidate, Match, Plan, made_class
@@ -86,7 +88,7 @@ class Replace:
 
     def __call__(
         self,
-        model: nn.Module,
+        model: nn.Module | ModuleType,
         *,
         only: Iterable[Kind] | Kind | None = None,
         skip: Skip = (),
@@ -116,8 +118,15 @@ class Replace:
         - attention of transformers' models, so that causal calls stay causal when compiled;
         - classes given to ``replace.register``.
 
+        Of a Python module, such as that of a trainer, its functions are replaced where it calls
+        them: those that compute the log-probability of tokens from logits and their indices, the
+        entropy of logits, or the mean or summed loss of tokens from hidden states, the weight of
+        the head and labels. They are found by their results and gradients, too. Calls with other
+        arguments than those run the function itself.
+
         Args:
-            model: any module; it may be on the meta device.
+            model: any module; it may be on the meta device. Or a Python module, with ``only``,
+                ``skip`` and ``dry_run``.
             only: kinds to replace, of ``norm``, ``residual``, ``activation``, ``glu``, ``linear``,
                 ``mlp``, ``rope``, ``softmax``, ``loss``, ``batch_norm``, ``attention`` and
                 ``registered``; all by default, but batch norms on a CPU. A residual sum is
@@ -139,6 +148,9 @@ class Replace:
                 gradients are on. Slower modules stay as they are, and so do all if the model is
                 not faster. Buffers and random states are restored.
         """
+        if isinstance(model, ModuleType):
+            given = {"exact": exact, "head": head, "example": example is not None}
+            return self.of_functions(model, checked_kinds(only), skip, given, dry_run=dry_run)
         require_model(model)
         kinds = checked_kinds(only)
         if exact and only is not None and "batch_norm" in kinds:
@@ -187,6 +199,28 @@ class Replace:
         order = {name: index for index, (name, _) in enumerate(model.named_modules())}
         rows.sort(key=lambda row: order.get(row.name, len(order)))
         return Report(MAKER, model, rows, undo, dry_run=dry_run, seconds=seconds)
+
+    def of_functions(
+        self,
+        scope: ModuleType,
+        kinds: Sequence[Kind],
+        skip: Skip,
+        given: Mapping[str, Any],
+        *,
+        dry_run: bool,
+    ) -> Report:
+        """The report about a Python module; ``given`` are the options that it does not have."""
+        if refused := [name for name, value in given.items() if value]:
+            raise ValueError(
+                f"{MAKER}: {refused[0]}: got a value beside a Python module, expected none: "
+                "its functions have no parameters and no inputs; leave it out"
+            )
+        rows: list[Replacement] = []
+        undo: list[Callable[[], None]] = []
+        if "loss" in kinds:
+            skipped = functools.partial(is_skipped, skip=skip)
+            rows, undo = replace_functions(scope, skipped, dry_run=dry_run)
+        return Report(MAKER, scope, rows, undo, dry_run=dry_run)
 
 
 def tried(
@@ -268,7 +302,7 @@ replace = Replace()
 
 @contextmanager
 def replaced(
-    model: nn.Module,
+    model: nn.Module | ModuleType,
     *,
     only: Iterable[Kind] | Kind | None = None,
     skip: Skip = (),

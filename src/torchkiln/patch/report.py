@@ -6,6 +6,7 @@ import html
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import compress
+from types import ModuleType
 from typing import Any, ClassVar, Literal
 
 from torch import nn
@@ -20,9 +21,9 @@ class Replacement:
     """The outcome for one module."""
 
     name: str
-    """The path in the model, or ``loss_function``."""
+    """The path in the model, ``loss_function``, or the name in a Python module."""
     was: str
-    """The class."""
+    """The class, or the function."""
     kind: str = ""
     now: str = ""
     """The call of the new forward; empty if there is none."""
@@ -100,7 +101,7 @@ class Report(_report.Report, Mapping[str, Replacement]):
     def __init__(
         self,
         maker: str,
-        model: nn.Module,
+        model: nn.Module | ModuleType,
         rows: list[Replacement],
         undo: list[Callable[[], None]],
         *,
@@ -112,7 +113,8 @@ class Report(_report.Report, Mapping[str, Replacement]):
                 row.outcome = "would replace"
         self._maker = maker
         self._undo = undo
-        self.model = model
+        self._things = "functions" if isinstance(model, ModuleType) else HEAD[0]
+        self.model: Any = model
         self.rows = tuple(rows)
         self._by_name = {row.name: row for row in rows}
         self.dry_run = dry_run
@@ -159,7 +161,7 @@ class Report(_report.Report, Mapping[str, Replacement]):
         groups: dict[tuple[str, str, str], list[Replacement]] = {}
         for row in sorted(self.rows, key=lambda row: not row.changed):
             groups.setdefault((row.was, row.now, verdict(row)), []).append(row)
-        lines = [HEAD, *map(cells, groups.values())]
+        lines = [(self._things, *HEAD[1:]), *map(cells, groups.values())]
         used = [any(column[1:]) for column in zip(*lines, strict=True)]
         return [tuple(compress(line, used)) for line in lines]
 
@@ -168,7 +170,7 @@ class Report(_report.Report, Mapping[str, Replacement]):
         times = ""
         if self.seconds_was is not None and self.seconds_now is not None:
             times = f"; model: {self.seconds_was * 1e3:.4g} -> {self.seconds_now * 1e3:.4g} ms"
-        return f"{len(self.changed)} of {len(self)} modules {done}{times}"
+        return f"{len(self.changed)} of {len(self)} {self._things} {done}{times}"
 
     def __str__(self) -> str:
         lines = self._table()

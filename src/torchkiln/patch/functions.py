@@ -1,0 +1,273 @@
+"""Functions of a Python module that compute log-probabilities, entropies or a loss of tokens."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchkiln.ops.cross_entropy import linear_cross_entropy, logprob
+from torchkiln.patch.formula.recorder import OpNames
+from torchkiln.patch.formula.watch import Watch, is_users
+from torchkiln.patch.probe import numbers, usual_modes
+from torchkiln.patch.report import Replacement
+
+CLASSES, FEATURES = 11, 7
+IGNORED = -100
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+SHAPES = ((130,), (2, 5))
+"""Rows of the compared calls: a function may treat more than 128 rows, or sequences, in parts."""
+SCALES = (1e-3, 4.0, 1e3)
+
+MENTIONS = {"log_softmax", "logsumexp", "softmax", "cross_entropy"}
+"""A function that is run calls one of these, itself or in another function."""
+
+OPS = frozenset(
+    (
+        *("_to_copy", "view", "_unsafe_view", "slice", "select", "split", "split_with_sizes"),
+        *("unbind", "clone", "detach", "alias", "stack", "cat", "squeeze", "unsqueeze", "expand"),
+        *("_log_softmax", "_softmax", "logsumexp", "gather", "exp", "log", "mul", "sum", "neg"),
+        *("sub", "add", "add_", "div", "div_", "nll_loss_forward", "t", "transpose", "mm", "bmm"),
+        *("addmm", "zeros", "empty", "new_zeros", "lift_fresh", "scalar_tensor", "ne", "eq"),
+    )
+)
+"""The ops of such functions. One that calls another op, such as a clamp, stays."""
+
+
+@dataclass(frozen=True)
+class Formula:
+    """What a function computes, and the op that computes it."""
+
+    now: str
+    count: int
+    """The number of its tensors."""
+    ours: Callable[..., Tensor]
+    dims: int
+    """Dimensions of the first tensor beside those of the target."""
+
+    def fits(self, *tensors: Any) -> bool:
+        """Whether the op takes these arguments; else the function itself runs."""
+        for x in tensors:
+            if not isinstance(x, Tensor) or type(x).__module__.startswith("torch.distributed"):
+                return False
+        first, *others = tensors
+        plain = first.dtype in DTYPES and first.dim() in {len(s) + 1 for s in SHAPES}
+        if self.count > 1:
+            rows = others[-1]
+            plain = plain and rows.dtype == torch.int64 and rows.shape == first.shape[:-1]
+        if self.count > 2:
+            plain = plain and others[0].dim() == 2 and others[0].dtype == first.dtype
+        return plain and all(x.device == first.device for x in others)
+
+
+def entropies(logits: Tensor) -> Tensor:
+    """The entropy of each row."""
+    rows = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    return logprob(logits, rows, entropy=True)[1]
+
+
+def loss_of(reduction: Any) -> Callable[..., Tensor]:
+    """The loss of a head's tokens."""
+
+    def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        options = {"reduction": reduction, "loss_dtype": dtype}
+        return linear_cross_entropy(hidden, weight, target, **options)
+
+    return loss
+
+
+FORMULAS = (
+    Formula("logprob(logits, target)", 2, logprob, 1),
+    Formula("logprob(logits, entropy=True)", 1, entropies, 1),
+    Formula("linear_cross_entropy(x, weight, target)", 3, loss_of("mean"), 1),
+    Formula("linear_cross_entropy(x, weight, target, sum)", 3, loss_of("sum"), 1),
+)
+
+
+def draws(formula: Formula) -> Iterator[tuple[Tensor, ...]]:
+    """Arguments for a comparison, in float64."""
+    for shape, scale in itertools.product(SHAPES, SCALES):
+        target = torch.arange(math.prod(shape)).reshape(shape) * 7 % CLASSES
+        if formula.count < 3:
+            yield (numbers(*shape, CLASSES) * scale, target)[: formula.count]
+            continue
+        target[..., 1] = IGNORED
+        weight = numbers(CLASSES, FEATURES, seed=1) / FEATURES**0.5
+        yield numbers(*shape, FEATURES) * scale, weight, target
+
+
+def converted(given: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Leaves of a dtype."""
+    return [x.to(dtype).requires_grad_() if x.is_floating_point() else x for x in given]
+
+
+class Helpers(Watch):
+    """A watch that lets functions append to their own lists."""
+
+    def event(self, frame: FrameType, event: str, arg: Any) -> None:
+        """Refuses effects, but not on lists that no global holds."""
+        owner = getattr(arg, "__self__", None)
+        is_own = isinstance(owner, list) and all(owner is not held for held, _ in self.containers)
+        if event == "c_call" and is_own and arg.__name__ in {"append", "extend"}:
+            return
+        super().event(frame, event, arg)
+
+
+def compared(
+    function: Callable[..., Any], formula: Formula
+) -> dict[torch.dtype, torch.dtype] | str:
+    """The dtypes of the function's results by those of its arguments; the reason if it differs."""
+    results: dict[torch.dtype, torch.dtype] = {}
+    for given, dtype in itertools.product(draws(formula), DTYPES):
+        leaves = converted(given, dtype)
+        found = run(function, leaves)
+        if isinstance(found, str):
+            return found
+        is_same = results.setdefault(dtype, found.dtype) == found.dtype
+        if not is_same or not agree(found, leaves, formula):
+            return OTHER
+    return results
+
+
+OTHER = "another formula"
+
+
+def run(function: Callable[..., Any], leaves: list[Tensor]) -> Tensor | str:
+    """The result of a call, or why it is none of a formula."""
+    called = OpNames()
+    with Helpers() as watch, called:
+        try:
+            found = function(*leaves)
+        except Exception:
+            return watch.reason or OTHER
+    if strange := called.names - OPS:
+        return f"it calls {min(strange)}"
+    is_result = isinstance(found, Tensor) and found.requires_grad
+    return watch.reason or (found if is_result else OTHER)
+
+
+def agree(found: Tensor, leaves: list[Tensor], formula: Formula) -> bool:
+    """Whether a result and its gradients are those of the op in float64, up to their dtype."""
+    wide = converted([x.detach() for x in leaves], torch.float64)
+    truth = formula.ours(*wide)
+    if found.shape != truth.shape:
+        return False
+    inputs = [[x for x in each if x.requires_grad] for each in (leaves, wide)]
+    eps = 4 * max(torch.finfo(t).eps for t in (found.dtype, leaves[0].dtype, torch.float32))
+    size = max(1.0, float(wide[0].detach().abs().max()))
+    ours = torch.autograd.grad(truth.sum(), inputs[1])
+    theirs = torch.autograd.grad(found.sum(), inputs[0])
+    pairs = [(found.detach(), truth.detach()), *zip(theirs, ours, strict=True)]
+    # In half precision the values show the dtype, and float64 shows the formula.
+    return all(
+        torch.allclose(
+            one.double(), other, rtol=eps, atol=8 * eps * size * max(1.0, float(other.abs().max()))
+        )
+        for one, other in pairs
+    )
+
+
+def replacement(
+    original: FunctionType, formula: Formula, dtypes: dict[torch.dtype, torch.dtype]
+) -> Callable[..., Any]:
+    """A function that calls the op, or the original with arguments that were not compared."""
+    names = tuple(inspect.signature(original).parameters)[: formula.count]
+    ours, fits = formula.ours, formula.fits
+
+    @functools.wraps(original)
+    def function(*args: Any, **options: Any) -> Any:
+        given = args
+        if options and len(args) + len(options) == len(names):
+            given = (*args, *(options[n] for n in names[len(args) :] if n in options))
+        if len(given) == len(names) == len(args) + len(options) and fits(*given):
+            return ours(*given).to(dtypes[given[0].dtype])
+        return original(*args, **options)
+
+    vars(function)["_kiln_original"] = original
+    return function
+
+
+def mentioned(function: FunctionType, depth: int = 3) -> set[str]:
+    """Names in a function and in the functions of its module that it calls."""
+    codes = [function.__code__]
+    names: set[str] = set()
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += [c for c in code.co_consts if inspect.iscode(c)]
+    called = [function.__globals__.get(name) for name in tuple(names)] if depth else []
+    for other in called:
+        if isinstance(other, FunctionType) and is_users(other.__code__.co_filename):
+            names |= mentioned(other, depth - 1)
+    return names
+
+
+def required(function: FunctionType) -> int | None:
+    """The number of arguments without a default; None if one of them has to be named."""
+    given = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+    if any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in given):
+        return None
+    return len(given)
+
+
+def found_function(function: FunctionType) -> tuple[str, Callable[..., Any]] | str | None:
+    """The call and the function to replace it; the reason, or None for another kind of function."""
+    if "_kiln_original" in vars(function):
+        return "replaced before"
+    count = required(function)
+    formulas = [formula for formula in FORMULAS if formula.count == count]
+    if not formulas or not is_users(function.__code__.co_filename):
+        return None
+    if MENTIONS.isdisjoint(mentioned(function)):
+        return None
+    reason = ""
+    for formula in formulas:
+        dtypes = compared(function, formula)
+        if isinstance(dtypes, dict):
+            return formula.now, replacement(function, formula, dtypes)
+        reason = dtypes
+    return reason
+
+
+def replace_functions(
+    scope: ModuleType, is_skipped: Callable[[str, Any], bool], *, dry_run: bool
+) -> tuple[list[Replacement], list[Callable[[], None]]]:
+    """Set functions of a module, as its own code calls them; returns rows and undo functions."""
+    rows: list[Replacement] = []
+    undo: list[Callable[[], None]] = []
+    for name, value in list(vars(scope).items()):
+        if not isinstance(value, FunctionType) or is_skipped(name, value):
+            continue
+        with usual_modes():
+            found = found_function(value)
+        if found is None:
+            continue
+        row = Replacement(name, f"{value.__module__}.{value.__qualname__}", "loss")
+        rows.append(row)
+        if isinstance(found, str):
+            row.reason = found
+            continue
+        row.now, row.outcome = found[0], "replaced"
+        if not dry_run:
+            setattr(scope, name, found[1])
+            undo.append(functools.partial(restore, scope, name, found[1], value))
+    return rows, undo
+
+
+def restore(scope: ModuleType, name: str, made: Any, original: FunctionType) -> None:
+    """Give a name its function back."""
+    if vars(scope).get(name) is not made:
+        raise RuntimeError(
+            f"torchkiln.replace: undo: got another {scope.__name__}.{name}, expected the function "
+            "that replace() has set; call undo() before the library that changed it"
+        )
+    setattr(scope, name, original)
