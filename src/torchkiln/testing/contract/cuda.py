@@ -200,7 +200,8 @@ def allocations_outside_torch(run: Callable[[], None], device: torch.device) -> 
         return int(torch.cuda.memory_stats(device).get("num_device_alloc", 0))
 
     before = of_torch()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    kinds = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds, acc_events=True) as profile:
         run()
         torch.cuda.synchronize(device)
     taken = [event.name for event in profile.events() if event.name.startswith(ALLOCATIONS)]
