@@ -162,9 +162,10 @@ def shard_data(model: Model, mesh: DeviceMesh) -> None:
 
 def batch(step: int, sizes: Sizes, mesh: DeviceMesh, device: torch.device) -> tuple[Tensor, Tensor]:
     """The tokens of this process, which count up by another step in each sequence, and the next."""
-    drawn = {"generator": torch.Generator(device).manual_seed(step), "device": device}
-    first = torch.randint(sizes.vocabulary, (sizes.sequences, 1), **drawn)
-    by = torch.randint(1, 5, (sizes.sequences, 1), **drawn)
+    generator = torch.Generator(device).manual_seed(step)
+    count = (sizes.sequences, 1)
+    first = torch.randint(sizes.vocabulary, count, generator=generator, device=device)
+    by = torch.randint(1, 5, count, generator=generator, device=device)
     tokens = (first + by * torch.arange(sizes.length + 1, device=device)) % sizes.vocabulary
     mine = tokens.chunk(mesh.size())[mesh.get_local_rank()]
     return mine[:, :-1], mine[:, 1:]
