@@ -8,6 +8,7 @@ fuzz_summary.jsonl of `torchkiln bench --fuzz --out`. Pages have these blocks:
     <!-- headlines -->              the calls in HEADLINES, and those in LOSSES
     <!-- slowest -->                the ten calls of all runs that lose most to a peer
     <!-- random -->                 the slowest ten of random calls beside torch, and the counts
+    <!-- models:TABLE -->           whole models, by docs/measured_models.py
     <!-- steps:TOPIC -->            the kernels of a page in docs/learn, and their times
     <!-- ops:FAMILY -->             calls, formulas and schemas of a family; ops:all the contract
 
@@ -25,6 +26,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import learn_steps
+import measured_models
 import op_reference
 
 from torchkiln.bench import Measurement, Record
@@ -33,7 +35,7 @@ from torchkiln.bench.report import duration, size, skips
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(
-    r"<!-- (?P<kind>results|ops|steps|headlines|slowest|random)"
+    r"<!-- (?P<kind>results|ops|steps|models|headlines|slowest|random)"
     r"(?::(?P<name>\w+))?(?P<ops>(?: \w+)*) -->\n"
     r"(?:.*?)(?P<end><!-- /(?P=kind)(?::(?P=name))? -->)",
     re.DOTALL,
@@ -48,8 +50,6 @@ HEADLINES: tuple[Call, ...] = (
     ("h100_rows", "add_layer_norm", "", 16384, 8192, "bfloat16", "backward"),
     ("h100_rows", "softmax", "", 8192, 131072, "bfloat16", "backward"),
     ("h100_rows", "cross_entropy", "", 8192, 131072, "bfloat16", "forward"),
-    ("h100", "dropout_add", "", 16384, 8192, "bfloat16", "forward"),
-    ("h100_layers", "rope", "", 8192, 1024, "bfloat16", "backward"),
     ("h100_layers", "group_norm", "channels_last", 262144, 320, "bfloat16", "backward"),
 )
 LOSSES: tuple[Call, ...] = (
@@ -202,6 +202,8 @@ def written(page: str, files: dict[str, Path]) -> str:
             text = op_reference.block(name)
         elif match["kind"] == "steps":
             text = learn_steps.table(name, learn_steps.measured())
+        elif match["kind"] == "models":
+            text = measured_models.table(name)
         elif match["kind"] == "headlines":
             text = headlines(files)
         elif match["kind"] == "slowest":

@@ -1,0 +1,115 @@
+"""Tables of whole models for README.md and docs/, from the rows in docs/results.
+
+The rows are those that docs/parallel_steps.py and docs/model_times.py printed. docs/figures.py
+writes the tables into the pages.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+ENGINES = {"one": "none", "ddp": "DDP", "fsdp": "FSDP2"} | {
+    "tp": "tensor, sequence and loss parallel",
+    "fsdp+tp": "FSDP2 x 2 of tensor parallel",
+}
+BATCH_NORMS = {
+    "torch": "torch's `SyncBatchNorm`",
+    "torchkiln": "converted by `SyncBatchNormAct`",
+    "fuse": "`SyncBatchNorm` and `torchkiln.fuse`",
+    "local": "local batch norms",
+}
+
+PARALLEL, FP8 = "h200_parallel.jsonl", "h200_fp8.jsonl"
+COLUMNS = {
+    ("llama", "eager"): "eager, bfloat16",
+    ("llama", "compile"): "`torch.compile`, bfloat16",
+    ("llama", "replace"): "`replace(model)`",
+    ("llama", "fp8"): '`replace(model, precision="fp8")`',
+    ("llama", "fp8 head"): '`replace(model, precision="fp8", head="fp8")`',
+    ("llama", "torchao tensorwise"): "torchao's FP8 (tensorwise), `torch.compile`",
+    ("blocks", "eager"): "`nn.TransformerBlock`, eager, bfloat16",
+    ("blocks", "fp8"): '`nn.TransformerBlock(precision="fp8")`, eager',
+    ("blocks", "fp8 head"): "the same, and the head in FP8",
+}
+"""Models and columns of docs/model_times.py."""
+
+Row = dict[str, Any]
+
+
+def rows(file: str, **facts: Any) -> list[Row]:
+    """The rows of a file with these facts."""
+    text = (RESULTS / file).read_text(encoding="utf-8")
+    return [r for r in map(json.loads, text.splitlines()) if facts.items() <= r.items()]
+
+
+def milliseconds(turns: list[Row]) -> float:
+    """The mean of the turns' medians."""
+    return statistics.mean(turn["seconds"] for turn in turns) * 1e3
+
+
+def llama_line(engine: str, scaling: str, processes: int) -> str:
+    """A line of the language model: times, their ratio, peaks."""
+    facts = {"engine": engine, "scaling": scaling, "processes": processes}
+    both = [rows(PARALLEL, task="llama", modules=name, **facts) for name in ("torch", "torchkiln")]
+    times = [milliseconds(turns) for turns in both]
+    peaks = [max(turn["peak_bytes"] for turn in turns) / 2**30 for turns in both]
+    cells = [f"{time:.1f} ms, {peak:.1f} GiB" for time, peak in zip(times, peaks, strict=True)]
+    words = (ENGINES[engine], str(processes), scaling if processes > 1 else "", *cells)
+    return f"| {' | '.join(words)} | {times[0] / times[1]:.2f} |"
+
+
+def resnet_line(kind: str) -> str:
+    """A line of the ResNet-50: times on two and four GPUs."""
+    facts: Row = {"task": "resnet", "batch norms": kind}
+    found = [rows(PARALLEL, processes=n, **facts) for n in (2, 4)]
+    cells = [
+        " and ".join(f"{turn['seconds'] * 1e3:.1f}" for turn in turns) + " ms" for turns in found
+    ]
+    return f"| {BATCH_NORMS[kind]} | {' | '.join(cells)} |"
+
+
+def engines() -> Iterator[str]:
+    """The language model on several GPUs."""
+    yield "| parallelism | GPUs | scaling | torch | torchkiln | ratio |"
+    yield "|---|---|---|---|---|---|"
+    yield llama_line("one", "weak", 1)
+    for engine in list(ENGINES)[1:]:
+        for scaling in ("weak", "strong"):
+            for processes in (2, 4):
+                yield llama_line(engine, scaling, processes)
+
+
+def batch_norms() -> Iterator[str]:
+    """The ResNet-50 on several GPUs."""
+    yield "| batch norms | 2 GPUs, both turns | 4 GPUs, both turns |"
+    yield "|---|---|---|"
+    yield from map(resnet_line, BATCH_NORMS)
+
+
+def fp8(models: tuple[str, ...]) -> Iterator[str]:
+    """Training steps in bfloat16 and in FP8."""
+    yield "| | step | peak memory | start-up |"
+    yield "|---|---:|---:|---:|"
+    for (model, column), title in COLUMNS.items():
+        if model in models:
+            (row,) = rows(FP8, model=model, column=column)
+            cells = f"{row['seconds'] * 1e3:.1f} ms", f"{row['peak_bytes'] / 2**30:.1f} GiB"
+            yield f"| {title} | {' | '.join(cells)} | {row['start_seconds']:.1f} s |"
+
+
+TABLES: dict[str, Callable[[], Iterator[str]]] = {
+    "engines": engines,
+    "batch_norms": batch_norms,
+    "fp8": lambda: fp8(("llama", "blocks")),
+    "llama": lambda: fp8(("llama",)),
+}
+
+
+def table(name: str) -> str:
+    """A table by its name in the page."""
+    return "\n".join(TABLES[name]()) + "\n"
