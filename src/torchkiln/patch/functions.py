@@ -6,9 +6,10 @@ import functools
 import inspect
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import FrameType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -23,8 +24,11 @@ from torchkiln.patch.report import Replacement
 CLASSES, FEATURES = 11, 7
 IGNORED = -100
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-SHAPES = ((130,), (2, 5))
+SHAPES = ((130,), (3, 5))
 """Rows of the compared calls: a function may treat more than 128 rows, or sequences, in parts."""
+LARGEST = 8
+"""The largest number in a function's code, beside IGNORED: the sizes above are on both sides of
+all smaller ones, and a larger one may be a size or a class that no compared call has."""
 SCALES = (1e-3, 4.0, 1e3)
 
 MENTIONS = {"log_softmax", "logsumexp", "softmax", "cross_entropy"}
@@ -101,6 +105,7 @@ def draws(formula: Formula) -> Iterator[tuple[Tensor, ...]]:
             yield (numbers(*shape, CLASSES) * scale, target)[: formula.count]
             continue
         target[..., 1] = IGNORED
+        target.view(-1)[-3:-1] = IGNORED  # sequences with different numbers of tokens
         weight = numbers(CLASSES, FEATURES, seed=1) / FEATURES**0.5
         yield numbers(*shape, FEATURES) * scale, weight, target
 
@@ -108,6 +113,27 @@ def draws(formula: Formula) -> Iterator[tuple[Tensor, ...]]:
 def converted(given: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Leaves of a dtype."""
     return [x.to(dtype).requires_grad_() if x.is_floating_point() else x for x in given]
+
+
+class Calls(OpNames):
+    """Names of ops, with the number for those that single out a class other than IGNORED."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs an op."""
+        name = func._schema.name.partition("::")[2]
+        at = {"eq": 1, "ne": 1, "nll_loss_forward": 4}.get(name)
+        if at is not None and not is_ignored(args[at]):
+            self.names.add(f"{name} with {args[at]}")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def is_ignored(value: Any) -> bool:
+    """Whether a number or a tensor of one element is IGNORED."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.item() == IGNORED
+    return bool(value == IGNORED)
 
 
 class Helpers(Watch):
@@ -143,7 +169,7 @@ OTHER = "another formula"
 
 def run(function: Callable[..., Any], leaves: list[Tensor]) -> Tensor | str:
     """The result of a call, or why it is none of a formula."""
-    called = OpNames()
+    called = Calls()
     with Helpers() as watch, called:
         try:
             found = function(*leaves)
@@ -188,7 +214,11 @@ def replacement(
         given = args
         if options and len(args) + len(options) == len(names):
             given = (*args, *(options[n] for n in names[len(args) :] if n in options))
-        if len(given) == len(names) == len(args) + len(options) and fits(*given):
+        if (
+            len(given) == len(names) == len(args) + len(options)
+            and fits(*given)
+            and not torch.is_autocast_enabled(given[0].device.type)
+        ):
             return ours(*given).to(dtypes[given[0].dtype])
         return original(*args, **options)
 
@@ -196,19 +226,46 @@ def replacement(
     return function
 
 
-def mentioned(function: FunctionType, depth: int = 3) -> set[str]:
-    """Names in a function and in the functions of its module that it calls."""
-    codes = [function.__code__]
-    names: set[str] = set()
-    while codes:
-        code = codes.pop()
-        names.update(code.co_names)
-        codes += [c for c in code.co_consts if inspect.iscode(c)]
-    called = [function.__globals__.get(name) for name in tuple(names)] if depth else []
+def functions_of(function: FunctionType, depth: int = 3) -> Iterator[FunctionType]:
+    """A function, and the functions of its module that it calls."""
+    yield function
+    called = [function.__globals__.get(name) for name in names_of(function)] if depth else []
     for other in called:
         if isinstance(other, FunctionType) and is_users(other.__code__.co_filename):
-            names |= mentioned(other, depth - 1)
-    return names
+            yield from functions_of(other, depth - 1)
+
+
+def codes_of(function: FunctionType) -> Iterator[CodeType]:
+    """The code of a function, and of those inside of it."""
+    codes = [function.__code__]
+    while codes:
+        code = codes.pop()
+        yield code
+        codes += [c for c in code.co_consts if inspect.iscode(c)]
+
+
+def names_of(function: FunctionType) -> set[str]:
+    """The globals and attributes that a function names."""
+    return {name for code in codes_of(function) for name in code.co_names}
+
+
+def file_of(value: type) -> str:
+    """The file of a class's module; empty for built-in ones."""
+    return getattr(sys.modules.get(value.__module__), "__file__", None) or ""
+
+
+def depends(function: FunctionType) -> str:
+    """Why a function may differ in calls that are not compared: numbers that it reads or names."""
+    for code in codes_of(function):
+        for number in code.co_consts:
+            if isinstance(number, int) and abs(number) > LARGEST and number != IGNORED:
+                return f"it names {number}"
+    for name in sorted(names_of(function)):
+        value = function.__globals__.get(name)
+        is_class = inspect.isclass(value) and is_users(file_of(value))
+        if is_class or (isinstance(value, (int, float, Tensor)) and not is_ignored(value)):
+            return f"it reads {name}, which may change"
+    return "it reads variables of another function" if function.__closure__ else ""
 
 
 def required(function: FunctionType) -> int | None:
@@ -227,9 +284,12 @@ def found_function(function: FunctionType) -> tuple[str, Callable[..., Any]] | s
     formulas = [formula for formula in FORMULAS if formula.count == count]
     if not formulas or not is_users(function.__code__.co_filename):
         return None
-    if MENTIONS.isdisjoint(mentioned(function)):
+    every = list(functions_of(function))
+    if not any(MENTIONS & names_of(one) for one in every):
         return None
-    reason = ""
+    reason = next(filter(None, map(depends, every)), "")
+    if reason:
+        return reason
     for formula in formulas:
         dtypes = compared(function, formula)
         if isinstance(dtypes, dict):
