@@ -254,3 +254,17 @@ def test_rows_of_any_length(classes: int, device: torch.device) -> None:
         (other,) = torch.autograd.grad(expected.sum(), wide["x"])
         atol = 32 * torch.finfo(dtype).eps * max(1.0, float(other.abs().max()))
         torch.testing.assert_close(one.double(), other, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_large_logits_with_a_temperature(direction: Direction, device: torch.device) -> None:
+    """The rounding of logit / temperature cancels: rows of equal logits are uniform."""
+    x, weight = torch.randn(4, 8, device=device), torch.zeros(300, 8, device=device)
+    low = torch.full((300,), torch.finfo(torch.float32).min / 4, device=device)
+    x.requires_grad_()
+    found = torchkiln.linear_kl(
+        x, weight, x.detach(), weight, low, low / 2, temperature=0.7, direction=direction
+    )
+    torch.testing.assert_close(found, torch.zeros_like(found), rtol=0, atol=1e-5)
+    (grad,) = torch.autograd.grad(found.sum(), x)
+    assert torch.equal(grad, torch.zeros_like(grad))

@@ -19,7 +19,9 @@ C number(const void* numbers, int64_t row) {
 struct DivergenceMath : ExactMath {
   template <class C>
   TORCHKILN_FUNCTION static C log1p(C x) {
-    return static_cast<C>(log_of<C>(1.0 + static_cast<double>(x)));
+    const double wide = static_cast<double>(x), sum = 1.0 + wide;
+    if constexpr (sizeof(C) < sizeof(double)) return static_cast<C>(log_of<C>(sum));
+    return static_cast<C>(log_of<C>(sum) + (wide - (sum - 1.0)) / sum);
   }
 };
 
@@ -35,22 +37,27 @@ struct LogRow {
         log_sum_exp(number<C>(rows.log_sum_exp, row)),
         correction(std::log1p(number<C>(rows.mass, row) - C(1))) {}
 
-  C at(int64_t column) const { return (logits[column] * scale - log_sum_exp) + correction; }
+  /// The logits of a piece, multiplied. A loop of its own, as in row_logprob.
+  void scaled(int64_t at, int64_t count, C* to) const {
+    for (int64_t i = 0; i < count; ++i) to[i] = logits[at + i] * scale;
+  }
+  C of(C scaled) const { return (scaled - log_sum_exp) + correction; }
 };
 
 template <class C, DivergenceKind kKind>
 void rows_of(const Divergence& p, int64_t begin, int64_t end) {
   const C beta = static_cast<C>(p.beta);
-  C terms_p[kPiece], terms_q[kPiece];
+  C z[kPiece], u[kPiece], terms_p[kPiece], terms_q[kPiece];
   for (int64_t row = begin; row < end; ++row) {
     const LogRow<C> student(p.student, p.scale, row), teacher(p.teacher, p.scale, row);
     double of_p = 0, of_q = 0;
     for (int64_t at = 0; at < p.classes; at += kPiece) {
       const int64_t count = std::min(kPiece, p.classes - at);
+      student.scaled(at, count, z);
+      teacher.scaled(at, count, u);
       for (int64_t i = 0; i < count; ++i) {
         C own = 0, other = 0;
-        add_divergence<DivergenceMath>(kKind, beta, student.at(at + i), teacher.at(at + i), own,
-                                       other);
+        add_divergence<DivergenceMath>(kKind, beta, student.of(z[i]), teacher.of(u[i]), own, other);
         terms_p[i] = own;
         terms_q[i] = other;
       }
@@ -67,15 +74,18 @@ template <class T, DivergenceKind kKind>
 void gradients_of(const Divergence& p, int64_t begin, int64_t end) {
   using C = Compute<T>;
   const C beta = static_cast<C>(p.beta), scale = static_cast<C>(p.scale);
-  C results[kPiece];
+  C z[kPiece], u[kPiece], results[kPiece];
   for (int64_t row = begin; row < end; ++row) {
     const LogRow<C> student(p.student, p.scale, row), teacher(p.teacher, p.scale, row);
     const C of_p = number<C>(p.of_student, row);
     T* const to = static_cast<T*>(p.grad_logits) + row * p.grad_logits_row_stride;
     for (int64_t at = 0; at < p.classes; at += kPiece) {
-      store_run(to + at, /*stride=*/1, std::min(kPiece, p.classes - at), results, [=](int64_t i) {
-        return scale * divergence_slope<DivergenceMath>(kKind, beta, student.at(at + i),
-                                                        teacher.at(at + i), of_p);
+      const int64_t count = std::min(kPiece, p.classes - at);
+      student.scaled(at, count, z);
+      teacher.scaled(at, count, u);
+      store_run(to + at, /*stride=*/1, count, results, [&](int64_t i) {
+        return scale * divergence_slope<DivergenceMath>(kKind, beta, student.of(z[i]),
+                                                        teacher.of(u[i]), of_p);
       });
     }
   }

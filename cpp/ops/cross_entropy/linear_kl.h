@@ -66,6 +66,12 @@ inline void check_places(const char* op, const Call& call) {
   if (other.bias) check_tensors(op, {{"x", own.x}, {"bias_y", *other.bias}});
 }
 
+/// Whether both beta and 1 - beta are between 0 and 1 in the dtype that the op computes in.
+inline bool is_share(double beta, at::ScalarType dtype) {
+  const auto holds = [](auto own) { return own > 0 && own < 1 && 1 - own < 1; };
+  return dtype == at::kDouble ? holds(beta) : holds(static_cast<float>(beta));
+}
+
 inline void check(const char* op, const Call& call) {
   check_places(op, call);
   const auto& [x, weight, bias, softcap, one, dtype] = call.student;
@@ -82,8 +88,9 @@ inline void check(const char* op, const Call& call) {
               ": weight_y: got shape ", weight_y.sym_sizes(), ", expected ", weight.sym_size(0),
               " as the first size, the classes of weight");
   check_temperature(op, call.temperature);
-  TORCH_CHECK_VALUE(call.beta > 0 && call.beta < 1, "torchkiln.", op, ": beta: got ", call.beta,
-                    ", expected a number between 0 and 1, neither of which it may be");
+  TORCH_CHECK_VALUE(call.direction != DivergenceKind::js || is_share(call.beta, x.scalar_type()),
+                    "torchkiln.", op, ": beta: got ", call.beta,
+                    ", expected a number greater than 0 and less than 1");
 }
 
 /// The same call with x and y as rows, and logits that are not rounded.

@@ -31,7 +31,7 @@ struct LogRow {
         correction(::log1p(static_cast<const C*>(rows.mass)[row] - C(1))) {}
 
   __device__ __forceinline__ C of(C logit) const {
-    return (logit * scale - log_sum_exp) + correction;
+    return (rounded_product(logit, scale) - log_sum_exp) + correction;
   }
 };
 

@@ -114,8 +114,9 @@ struct LinearKlOptions {
 ///   js       beta * KL(q || m) + (1 - beta) * KL(p || m) with m = beta * q + (1 - beta) * p
 /// x is [..., features], y [..., any], both weights have the same classes. The result is float32,
 /// or float64 for float64 x. Logits are computed for some thousand rows at a time. If only x
-/// requires a gradient, forward computes it for incoming ones; else backward computes the logits
-/// again. Rows that do not count have the result 0 and no gradient, and cost no product.
+/// requires a gradient, forward computes it, for an incoming gradient of 1 per row; else backward
+/// computes the logits again. Rows that do not count have the result 0 and no gradient, and cost no
+/// product.
 TORCHKILN_EXPORT at::Tensor linear_kl(const at::Tensor& x, const at::Tensor& weight,
                                       const at::Tensor& y, const at::Tensor& weight_y,
                                       const std::optional<at::Tensor>& bias = std::nullopt,

@@ -230,9 +230,9 @@ def invalid(device: torch.device) -> Iterator[Invalid]:
     words = "weight_y: got shape [2, 5], expected 3 as the first size, the classes of weight"
     yield good.changed(words, weight_y=weight_y[:2])
     yield from wrong_temperatures(good)
-    for beta in (0.0, 1.0, -0.5, math.nan):
-        words = f"beta: got {beta:g}, expected a number between 0 and 1, neither of which it may be"
-        yield good.changed(words, ValueError, beta=beta)
+    for beta in (0.0, 1.0, -0.5, 1e-9, math.nan):
+        words = f"beta: got {beta:g}, expected a number greater than 0 and less than 1"
+        yield good.changed(words, ValueError, direction="js", beta=beta)
     expected = (
         "expected int64 [any], indices of rows, or bool [2], a mask of the shape of the result"
     )
