@@ -120,9 +120,10 @@ void overwrite_with_gradient(const Tensor& grad, const Tensor& packed, Activatio
   write_with_output(grad, packed, act, packed, grad);
 }
 
-Tensor checked_output(const char* op, const Tensor& gate, const MaybeTensor& up) {
+std::pair<c10::SymDimVector, at::TensorOptions> checked_result(const char* op, const Tensor& gate,
+                                                               const MaybeTensor& up) {
   check_inputs(op, gate, up);
-  return empty_of(result_shape(gate, up), gate.options().dtype(result_dtype(gate, up)));
+  return {result_shape(gate, up), gate.options().dtype(result_dtype(gate, up))};
 }
 
 namespace {
@@ -173,7 +174,8 @@ struct Gated : Schema<Act> {
   static constexpr std::array<size_t, 2> kReadsMixed{0, 1};
 
   static Tensor meta(const Tensor& gate, const MaybeTensor& up) {
-    return checked_output(name_of_op<Gated>(), gate, up);
+    const auto [shape, options] = checked_result(name_of_op<Gated>(), gate, up);
+    return empty_of(shape, options);
   }
 
   static Tensor kernel(const Tensor& gate, const MaybeTensor& up) {

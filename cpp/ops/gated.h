@@ -59,8 +59,10 @@ at::Tensor gated(const at::Tensor& gate, Gate act, const MaybeTensor& up = std::
 /// The gradients of `kept`, gate and up, for the gradient of act(gate) * up.
 variable_list gradients(const Incoming& in, const Kept<2>& kept, Activation act);
 
-/// Checks gate and up, and returns an uninitialised act(gate) * up.
-at::Tensor checked_output(const char* op, const at::Tensor& gate, const MaybeTensor& up);
+/// Checks gate and up, and returns the shape and the options of act(gate) * up.
+std::pair<c10::SymDimVector, at::TensorOptions> checked_result(const char* op,
+                                                               const at::Tensor& gate,
+                                                               const MaybeTensor& up);
 
 /// Gate and up: two tensors, or the halves of one.
 std::array<at::Tensor, 2> halves(const at::Tensor& gate, const MaybeTensor& up);

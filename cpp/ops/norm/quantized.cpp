@@ -1,5 +1,5 @@
-// Norms whose result is written in E4M3, in the same pass: the bits of quantize() of the norm,
-// which is rounded to the dtype of x before. Autograd gives the gradient of that result to a tensor
+// Norms whose result is written in E4M3, in the same pass: the bits of quantize() of the norm in
+// its own dtype. Autograd gives the gradient of that result to a tensor
 // that stands for it, and backward is the norm's own: the rounding to E4M3 is ignored.
 
 #include "norm/norm.h"
@@ -16,8 +16,9 @@ using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 Five quantized_outputs(const Call& call, bool wants_stats) {
   auto [y, sum, stats] = outputs(call, wants_stats);
   const Tensor& like = call.wider();
-  return std::tuple_cat(quantize_ops::empty_quantized(like.sym_sizes(), like),
-                        Three{quantize_ops::stand_in(like.sym_sizes(), like), sum, stats});
+  return std::tuple_cat(
+      quantize_ops::empty_quantized(like.sym_sizes(), like),
+      Three{quantize_ops::stand_in(like.sym_sizes(), like.options()), sum, stats});
 }
 
 Five run_quantized(const Call& call, bool wants_stats) {

@@ -16,7 +16,7 @@ const char* name_of_gate(Gate act) {
 }
 
 /// Whether the kernel has filled in the outputs, which are undefined if not wanted. It reads gate
-/// and up, of one dtype, as rows of the last size of `rows_like`.
+/// and up, of one dtype, as rows.
 bool has_run(const char* op, const Tensor& grad, const Tensor& gate, const MaybeTensor& up,
              Gate act, const Two& rows, const Two& transposed) {
 #ifdef TORCHKILN_WITH_CUDA
@@ -58,15 +58,20 @@ bool has_run(const char* op, const Tensor& grad, const Tensor& gate, const Maybe
 #endif
 }
 
+/// A tensor without memory that has the shape and dtype of the gate.
+Tensor checked_stand_in(const char* op, const Tensor& gate, const MaybeTensor& up) {
+  const auto [shape, options] = gated_ops::checked_result(op, gate, up);
+  return stand_in(shape, options);
+}
+
 }  // namespace
 
 Three GatedOp::meta(const Tensor& gate, const MaybeTensor& up, Gate act) {
   const char* const op = name_of_gate(act);
   check_source(op, "gate", gate);
-  const Tensor plain = gated_ops::checked_output(op, gate, up);
+  const Tensor plain = checked_stand_in(op, gate, up);
   check_not_0_dim(op, "gate", gate);
-  return std::tuple_cat(empty_quantized(plain.sym_sizes(), plain),
-                        std::tuple{stand_in(plain.sym_sizes(), plain)});
+  return std::tuple_cat(empty_quantized(plain.sym_sizes(), plain), std::tuple{plain});
 }
 
 Three GatedOp::kernel(const Tensor& gate, const MaybeTensor& up, Gate act) {
@@ -96,7 +101,7 @@ Three GatedOp::recorded(const Below& below, const Tensor& gate, const MaybeTenso
 Four GatedGradientOp::meta(const Tensor& grad, const Tensor& packed, Gate act) {
   const char* const op = name_of_gate(act);
   check_source(op, "gate", packed);
-  check_like(op, "grad", grad, "the result", gated_ops::checked_output(op, packed, std::nullopt));
+  check_like(op, "grad", grad, "the result", checked_stand_in(op, packed, std::nullopt));
   return std::tuple_cat(empty_quantized(packed.sym_sizes(), packed), empty_transposed(packed));
 }
 

@@ -271,7 +271,8 @@ struct GatedLinearFp8 {
     c10::SymDimVector shape = checked_packed_shape(call);
     shape.back() = shape.back() / 2;
     const Tensor like = empty_of(shape, call.x->options().dtype(result_dtype(call)));
-    return std::tuple_cat(empty_quantized(shape, like), std::tuple{stand_in(shape, like)});
+    return std::tuple_cat(empty_quantized(shape, like),
+                          std::tuple{stand_in(shape, like.options())});
   }
 
   static Three kernel(const Arguments& call) {

@@ -108,9 +108,9 @@ Two empty_transposed(const Tensor& x) {
   return empty_quantized(std::array<SymInt, 2>{x.sym_size(-1), rows_of(x)}, x);
 }
 
-Tensor stand_in(c10::SymIntArrayRef shape, const Tensor& like) {
+Tensor stand_in(c10::SymIntArrayRef shape, const at::TensorOptions& options) {
   const c10::SymDimVector strides(shape.size(), 0);
-  return at::empty_strided_symint(shape, strides, like.options());
+  return at::empty_strided_symint(shape, strides, options);
 }
 
 void check_quantized_rows(const char* op, const char* data_name, const Tensor& data,

@@ -122,7 +122,7 @@ Two empty_transposed(const Tensor& x);
 
 /// The tensor that stands for a result that exists in E4M3 only: autograd gives it the gradient of
 /// that result. Its elements share one uninitialised element of memory.
-Tensor stand_in(c10::SymIntArrayRef shape, const Tensor& like);
+Tensor stand_in(c10::SymIntArrayRef shape, const at::TensorOptions& options);
 
 /// Checks that `data` is E4M3 with a scale for 128 elements of each of its rows.
 void check_quantized_rows(const char* op, const char* data_name, const Tensor& data,

@@ -1,7 +1,6 @@
 // Gates in E4M3: activation(gate) * up, and the gradients of gate and up in both orientations. The
-// kernels are those of rows.cuh and tiles.cuh, which read a vector of the result where they would
-// load one. Both gradients of a tile are computed by adjacent blocks, so that the second one reads
-// from L2.
+// kernels are those of rows.cuh and tiles.cuh, which compute a vector where `quantize` loads one.
+// Both gradients of a tile are computed by adjacent blocks, so that the second one reads from L2.
 
 #include "rows.cuh"
 #include "tiles.cuh"

@@ -19,7 +19,7 @@ struct Norm {
   const void* residual;  // as x; null if there is none
   const void* weight;    // [columns], contiguous; null for ones, ignoring weight_offset
   const void* bias;      // [columns], contiguous; null for zeros
-  void* y;               // [rows, columns], contiguous; not read if `data` is not null
+  void* y;               // [rows, columns], contiguous; unused if `data` is not null
   void* sum;             // [rows, columns], contiguous: x + residual, rounded before it is
                          // normalized; null without a residual
   void* mean;            // [rows] of the compute type; null for RMS norm or if not wanted

@@ -45,7 +45,7 @@ struct Quantize {
 };
 
 /// Writes activation(gate) * up in E4M3 or, if grad is not null, the gradients of gate and up side
-/// by side: [rows, 2 columns]. Values are rounded to the dtype before.
+/// by side: [rows, 2 columns]. Values are first rounded to the dtype.
 struct QuantizeGated {
   const void* grad;  // [rows, columns], columns adjacent, as gate and up
   const void* gate;
