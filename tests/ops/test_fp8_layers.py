@@ -199,7 +199,7 @@ def test_weights_of_a_block_are_quantised_once(monkeypatch: pytest.MonkeyPatch) 
         return quantize_weight(weight)
 
     monkeypatch.setattr("torchkiln.nn.quantize.quantize_weight", counted)
-    monkeypatch.setattr("torchkiln.nn.quantize.has_fsdp", lambda: False)
+    monkeypatch.setattr("torchkiln.nn.quantize.has_group", lambda: False)
     ours = block("fp8")
     optimizer = torch.optim.AdamW(ours.parameters(), lr=0.1)
     for step in range(1, 3):

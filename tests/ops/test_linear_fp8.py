@@ -258,7 +258,7 @@ def test_weight_is_quantised_once_per_version(
         return quantize_weight(weight)
 
     monkeypatch.setattr("torchkiln.nn.quantize.quantize_weight", counted)
-    monkeypatch.setattr("torchkiln.nn.quantize.has_fsdp", lambda: False)
+    monkeypatch.setattr("torchkiln.nn.quantize.has_group", lambda: False)
     found, x = layer(256, 128), torch.randn(16, 256)
     for _ in range(3):  # micro-batches
         found(x).sum().backward()
@@ -298,7 +298,7 @@ def test_writes_of_fsdp_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2 gathers into the memory of a parameter, and its version stays."""
     found, x = layer(256, 128), torch.randn(16, 256)
     found(x)
-    monkeypatch.setattr("torchkiln.nn.quantize.has_fsdp", lambda: True)
+    monkeypatch.setattr("torchkiln.nn.quantize.has_group", lambda: True)
     found.weight.data.neg_()
     assert torch.equal(found(x), linear_fp8(x, found.weight, found.bias))
 

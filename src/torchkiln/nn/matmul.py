@@ -79,6 +79,8 @@ class MLP(nn.Module):
         input ``[..., in_features]``; output ``[..., out_features]``.
     """
 
+    precision: Precision | None = None
+
     def __init__(
         self,
         in_features: int,
@@ -134,6 +136,8 @@ class GatedMLP(nn.Module):
     Shape:
         input ``[..., in_features]``; output ``[..., out_features]``.
     """
+
+    precision: Precision | None = None
 
     def __init__(
         self,

@@ -1,10 +1,10 @@
 """The linear layer in float8_e4m3fn."""
 
-import sys
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -38,13 +38,12 @@ class Steps:
 STEPS = Steps()
 
 
-def has_fsdp() -> bool:
-    """Whether a module of the process has a state of FSDP2.
+def has_group() -> bool:
+    """Whether the process is one of a group.
 
-    It gathers new values into a weight without a change of its version, often in the same memory.
+    FSDP2, and collectives such as broadcast, write to a weight without a change of its version.
     """
-    states = sys.modules.get("torch.distributed._composable_state")
-    return bool(getattr(states, "_module_state_mapping", None))
+    return dist.is_available() and dist.is_initialized()
 
 
 class WeightCache:
@@ -60,22 +59,23 @@ class WeightCache:
         """The quantised weight; None where the op must quantise it in every call.
 
         That is in a graph of ``torch.compile`` or of CUDA, which would keep old values, for tensors
-        without a version, and under FSDP2.
+        without a version, and in a process of a group.
         """
         if is_compiling() or weight.is_inference() or type(weight) is not nn.Parameter:
             return None
-        if has_fsdp():
+        if has_group():
             self.value = None
             return None
         if weight.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
         stream = torch.cuda.current_stream(weight.device) if weight.is_cuda else None
+        steps = STEPS.seen() if weight.requires_grad else 0  # optimizers skip frozen weights
         is_current = self.watch is not None and self.watch.is_current((weight,))
-        if self.value is None or not is_current or self.steps != STEPS.seen():
+        if self.value is None or not is_current or self.steps != steps:
             self.value = None  # freed before the new one is made
             with torch.inference_mode(mode=False), torch.no_grad():
                 self.value = quantize_weight(weight)
-            self.watch, self.steps, self.stream = _C.Watch((weight,)), STEPS.seen(), stream
+            self.watch, self.steps, self.stream = _C.Watch((weight,)), steps, stream
             if stream is not None:  # calls on other streams read it, too
                 stream.synchronize()
         elif stream is not None and stream != self.stream:
@@ -108,8 +108,10 @@ class LinearFP8(nn.Linear):
 
     A :class:`torch.nn.Linear`, with its parameters, initial values and ``state_dict``. The
     parameters stay in their dtype. The weight is quantised once per version, not once per call:
-    after in-place changes, steps of optimizers, ``load_state_dict`` and moves to a device. Other
-    writes through ``weight.data`` are not noticed. Under FSDP2 it is quantised in every call.
+    after in-place changes, steps of optimizers, ``load_state_dict`` and moves to a device. After
+    other writes through ``weight.data``, such as a merge of LoRA, call
+    ``torch.autograd.graph.increment_version(weight)``. In a process of a group of
+    :mod:`torch.distributed` it is quantised in every call.
 
     Args:
         in_features: size of the last dimension of the input.
