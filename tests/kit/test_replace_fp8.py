@@ -37,6 +37,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(fp8, "missing", nothing)
     monkeypatch.setattr(fp8, "LEAST", 27)
+    monkeypatch.setattr("torchkiln.nn.quantize.has_group", lambda: False)  # of another test
     yield
     torch._dynamo.reset()
 
@@ -321,3 +322,16 @@ def test_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_words_that_contradict_each_other(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         torchkiln.replace(nn.Linear(8, 8), **options)
+
+
+@pytest.mark.parametrize("skip", ["own", "own.down"])
+@pytest.mark.usefixtures("served")
+def test_a_pair_or_a_layer_of_it_is_skipped(skip: str) -> None:
+    """A pair does not call its layers, so neither changes."""
+    model = nn.Module()
+    model.own = torchkiln.nn.GatedMLP(SIZE, 2 * SIZE)
+    model.other = nn.Linear(SIZE, SIZE)
+    model.last = nn.Linear(SIZE, SIZE)
+    report = torchkiln.replace(model, precision="fp8", only="linear", skip=[skip])
+    assert {row.name for row in report.changed} == {"other"}
+    assert type(model.own.gate_up) is nn.Linear

@@ -257,12 +257,15 @@ def find(
         is_pair = type(module) in {MLP, GatedMLP}
         if not is_pair and (type(module) is not nn.Linear or module in parts):
             continue
-        if is_skipped(name, module) or "forward" in vars(module):
-            continue
         layers = layers_of(module) if is_pair else (module,)
-        if is_pair and not all(type(layer) is nn.Linear for layer in layers):
+        parts.update(layers)  # a pair does not call its layers
+        children = [child for child, _ in module.named_children()] if is_pair else []
+        names = [f"{name}.{child}".lstrip(".") for child in children]
+        each = ((name, module), *zip(names, layers, strict=False))
+        if any(is_skipped(*one) for one in each) or "forward" in vars(module):
             continue
-        parts.update(layers)
+        if not all(type(layer) is nn.Linear for layer in layers):
+            continue
         plan: Plan = PairInFP8() if is_pair else LinearInFP8()
         row = Replacement(name, type(module).__name__, plan.kind)
         reasons = [HEAD if layer in heads else why_not(layer) for layer in layers]
