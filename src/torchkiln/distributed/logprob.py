@@ -286,6 +286,7 @@ def vocab_parallel_linear_logprob(
     )
     if some is not None:
         found = [
-            torch.zeros_like(target, dtype=f.dtype).view(-1).index_copy(0, some, f) for f in found
+            torch.zeros(target.numel(), dtype=f.dtype, device=f.device).index_copy(0, some, f)
+            for f in found
         ]
     return results(found, target, entropy)

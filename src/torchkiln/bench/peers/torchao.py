@@ -1,4 +1,4 @@
-"""torchao's linear layer in FP8, under torch.compile, in its fastest recipe: a scale per tensor."""
+"""torchao's linear layer in FP8, under torch.compile, with a scale per tensor."""
 
 from __future__ import annotations
 
