@@ -316,6 +316,19 @@ def test_compiled_sees_new_weights() -> None:
         adds(found.weight)
 
 
+def test_a_compiled_optimizer() -> None:
+    """Its steps are compiled once, and the weight is quantised again."""
+    found, x = layer(256, 128), torch.randn(16, 256)
+    found(x).sum().backward()
+    optimizer = torch.optim.SGD(found.parameters(), 0.5)
+    torch.compiler.reset()
+    step = torch.compile(optimizer.step, backend="aot_eager")
+    for _ in range(3):
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            step()
+        assert torch.equal(found(x), linear_fp8(x, found.weight, found.bias))
+
+
 def test_exported_with_a_quantised_result() -> None:
     class Both(nn.Module):
         def __init__(self) -> None:

@@ -35,6 +35,9 @@ class Steps:
         self.count += 1
 
 
+# As torch.compiler.disable does, which imports the compiler: else the graph of a compiled step is
+# guarded by the count, and compiled again in each step.
+Steps.add._torchdynamo_disable = True  # type: ignore[attr-defined]
 STEPS = Steps()
 
 
