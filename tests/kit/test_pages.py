@@ -42,6 +42,7 @@ SHOWN = {
     "docs/docker.md": 4,
     "docs/distributed.md": 2,
     "docs/examples.md": 6,
+    "docs/fp8.md": 1,
     "docs/install.md": 6,
     "docs/learn/ship.md": 1,
     "docs/learn/square.md": 1,
