@@ -41,7 +41,7 @@ autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
 nitpicky = True
 nitpick_ignore_regex = [
-    (r"py:.*", r"(torch|collections|functools|nn|pathlib)\b.*"),  # of other packages
+    (r"py:.*", r"(torch|collections|functools|nn|pathlib|types)\b.*"),  # of other packages
     (r"py:class", r"Path|Tensor|Argument|Binary|Files|FormulaKernel|Node|Operations|Signature"),
     (r"py:class", r"Random|Written"),
     (r"py:class", r"tuple\[str"),  # half a type of a signature with <factory>
