@@ -163,8 +163,9 @@ struct Op {
     } else if (call.direction == DivergenceKind::reverse) {
       rows = divergence(log_p, log_q);
     } else {
-      const Tensor log_m =
-          at::logaddexp(log_q + std::log(call.beta), log_p + std::log1p(-call.beta));
+      // std::log of a double would ask for glibc 2.29.
+      const double log_beta = -std::log1p((1 - call.beta) / call.beta);
+      const Tensor log_m = at::logaddexp(log_q + log_beta, log_p + std::log1p(-call.beta));
       rows = divergence(log_q, log_m) * call.beta + divergence(log_p, log_m) * (1 - call.beta);
     }
     return rows.reshape_symint(call.shape());
