@@ -18,6 +18,7 @@ SHARED = {
     "cpp/cpu": {"CMakeLists", "isa", "libstdcxx_compat", "detail"},
     "cpp/ops": {"c_functions", "cuda_bridge", "cuda_loader", "detail"},
     "src/torchkiln/ops": {
+        "_after_steps",
         "__init__",
         "_conv_moments",
         "_conv_routes",

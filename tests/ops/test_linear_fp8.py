@@ -321,12 +321,26 @@ def test_a_compiled_optimizer() -> None:
     found, x = layer(256, 128), torch.randn(16, 256)
     found(x).sum().backward()
     optimizer = torch.optim.SGD(found.parameters(), 0.5)
+    folded = torchkiln.nn.ConvBNAct2d(8, 6, 3).eval()
+    with torch.no_grad():
+        folded(torch.randn(1, 8, 5, 5))  # another hook: hooks are compiled, with guards
     torch.compiler.reset()
     step = torch.compile(optimizer.step, backend="aot_eager")
     for _ in range(3):
         with torch._dynamo.config.patch(error_on_recompile=True):
             step()
         assert torch.equal(found(x), linear_fp8(x, found.weight, found.bias))
+
+
+def test_weights_copied_from_others_after_a_step() -> None:
+    """As in training with parameters of higher precision, which the optimizer has."""
+    found, x = layer(256, 128), torch.randn(16, 256)
+    found(x)
+    other = nn.Parameter(found.weight.detach().double())
+    other.grad = torch.ones_like(other)
+    torch.optim.SGD([other], 0.5).step()
+    found.weight.data.copy_(other)
+    assert torch.equal(found(x), linear_fp8(x, found.weight, found.bias))
 
 
 def test_exported_with_a_quantised_result() -> None:

@@ -1,44 +1,16 @@
 """The linear layer in float8_e4m3fn."""
 
-from typing import Any
+import functools
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.compiler import is_compiling
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchkiln import _C
+from torchkiln.ops._after_steps import call_after_steps
 from torchkiln.ops.quantize import Quantized, QuantizedWeight, linear_fp8, quantize_weight
-
-
-class Steps:
-    """The number of steps that all optimizers of the process have made since the first use.
-
-    Some optimizers write to a parameter through ``.data``, which does not change its version.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.is_counting = False
-
-    def seen(self) -> int:
-        """The count. The first call begins to count."""
-        if not self.is_counting:
-            self.is_counting = True
-            register_optimizer_step_post_hook(self.add)
-        return self.count
-
-    def add(self, *_: Any) -> None:
-        """Count a step."""
-        self.count += 1
-
-
-# As torch.compiler.disable does, which imports the compiler: else the graph of a compiled step is
-# guarded by the count, and compiled again in each step.
-Steps.add._torchdynamo_disable = True  # type: ignore[attr-defined]
-STEPS = Steps()
 
 
 def has_group() -> bool:
@@ -54,17 +26,18 @@ class WeightCache:
 
     def __init__(self) -> None:
         self.watch: _C.Watch | None = None
-        self.steps = 0
+        self.is_trained = False
+        """Whether the weight requires a gradient."""
         self.value: QuantizedWeight | None = None
         self.stream: torch.cuda.Stream | None = None
 
     def of(self, weight: Tensor) -> QuantizedWeight | None:
         """The quantised weight; None where the op must quantise it in every call.
 
-        That is in a graph of ``torch.compile`` or of CUDA, which would keep old values, for tensors
-        without a version, and in a process of a group.
+        That is in a CUDA graph, which would keep old values, for tensors without a version, and in
+        a process of a group.
         """
-        if is_compiling() or weight.is_inference() or type(weight) is not nn.Parameter:
+        if weight.is_inference() or type(weight) is not nn.Parameter:
             return None
         if has_group():
             self.value = None
@@ -72,13 +45,13 @@ class WeightCache:
         if weight.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
         stream = torch.cuda.current_stream(weight.device) if weight.is_cuda else None
-        steps = STEPS.seen() if weight.requires_grad else 0  # optimizers skip frozen weights
         is_current = self.watch is not None and self.watch.is_current((weight,))
-        if self.value is None or not is_current or self.steps != steps:
+        if self.value is None or not is_current:
             self.value = None  # freed before the new one is made
             with torch.inference_mode(mode=False), torch.no_grad():
                 self.value = quantize_weight(weight)
-            self.watch, self.steps, self.stream = _C.Watch((weight,)), steps, stream
+            self.watch, self.stream = _C.Watch((weight,)), stream
+            self.is_trained = weight.requires_grad
             if stream is not None:  # calls on other streams read it, too
                 stream.synchronize()
         elif stream is not None and stream != self.stream:
@@ -91,13 +64,31 @@ CACHES: WeakKeyDictionary[nn.Module, WeightCache] = WeakKeyDictionary()
 """The quantised weights of layers, beside the layers: copies and pickles hold none."""
 
 
+@functools.cache
+def watch_optimizers() -> None:
+    """Have every optimizer drop the quantised weights."""
+    call_after_steps(forget_trained)
+
+
+def forget_trained(_: set[int]) -> None:
+    """Drop the quantised forms of all weights that require a gradient.
+
+    Those that an optimizer has changed are not enough: a program may copy other parameters, of
+    higher precision, to the weights through ``.data`` after the step.
+    """
+    for cache in list(CACHES.values()):
+        if cache.is_trained:
+            cache.value = None
+
+
 def weight_of(layer: nn.Linear) -> QuantizedWeight | None:
     """The quantised weight of a layer, once per version; None where the op must quantise it."""
-    if is_compiling():
+    if is_compiling():  # the graph would keep old values
         return None
     cache = CACHES.get(layer)
     if cache is None:
         cache = CACHES[layer] = WeightCache()
+        watch_optimizers()
     return cache.of(layer.weight)
 
 

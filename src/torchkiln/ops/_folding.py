@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchkiln import _C
+from torchkiln.ops._after_steps import call_after_steps
 
 PLAIN = (Tensor, nn.Parameter)
 """Classes of tensors that add no code to torch's operations."""
@@ -96,15 +95,12 @@ def fold_of(owner: object, parts: Parts, form: Form) -> Fold | str:
 
 @functools.cache
 def watch_optimizers() -> None:
-    """Have every optimizer drop the folds of its parameters: fused ones change no ``_version``."""
-    register_optimizer_step_post_hook(forget_parameters)
+    """Have every optimizer drop the folds of its parameters."""
+    call_after_steps(forget_parameters)
 
 
-def forget_parameters(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Drop the folds of the parameters that an optimizer has changed."""
-    if is_compiling() or not FOLDS:
-        return
-    changed = {id(p) for group in optimizer.param_groups for p in group["params"]}
+def forget_parameters(changed: set[int]) -> None:
+    """Drop the folds of the parameters with these ids."""
     for key, entry in list(FOLDS.items()):
         if not changed.isdisjoint(entry[1].ids):
             FOLDS.pop(key, None)
