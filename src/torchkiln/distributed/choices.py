@@ -82,12 +82,6 @@ def gated(call: Call) -> Choices:
         yield [Shard(dim)], placed(call.gate, dim, gate=call.gate, up=call.up)
 
 
-def gated_fp8(call: Call) -> Choices:
-    """All dimensions but the last, along which scales are shared: data, scale, and a stand-in."""
-    for dim in range(rank(call.gate) - 1):
-        yield [Shard(dim)] * 3, placed(call.gate, dim, gate=call.gate, up=call.up)
-
-
 def gated_backward(call: Call) -> Choices:
     """As for :func:`gated`; the results are the gradients of gate and up."""
     for outputs, inputs in gated(call):
@@ -149,30 +143,6 @@ def norm_forward(call: Call) -> Choices:
 def add_norm_forward(call: Call) -> Choices:
     """Rows; the results are the norm, the sum, and the statistics."""
     for outputs, inputs in add_norm(call):
-        yield [*outputs, next_dim(outputs[0])], inputs
-
-
-def norm_fp8(call: Call) -> Choices:
-    """Rows; the results are data, scale, and the tensor that stands for the norm."""
-    for outputs, inputs in norm(call):
-        yield [*outputs] * 3, inputs
-
-
-def norm_fp8_forward(call: Call) -> Choices:
-    """Rows; the results are those of :func:`norm_fp8`, and the statistics."""
-    for outputs, inputs in norm_fp8(call):
-        yield [*outputs, next_dim(outputs[0])], inputs
-
-
-def add_norm_fp8(call: Call) -> Choices:
-    """Rows; the results are those of :func:`norm_fp8`, and the sum."""
-    for outputs, inputs in add_norm(call):
-        yield [*outputs, *outputs], inputs
-
-
-def add_norm_fp8_forward(call: Call) -> Choices:
-    """Rows; the results are those of :func:`add_norm_fp8`, and the statistics."""
-    for outputs, inputs in add_norm_fp8(call):
         yield [*outputs, next_dim(outputs[0])], inputs
 
 
@@ -404,11 +374,8 @@ CHOICES = {
     "_activation_backward": activation_backward,
     "add": add,
     "add_layer_norm": add_norm,
-    "add_layer_norm_fp8": add_norm_fp8,
     "_add_norm_forward": add_norm_forward,
-    "_add_norm_fp8_forward": add_norm_fp8_forward,
     "add_rms_norm": add_norm,
-    "add_rms_norm_fp8": add_norm_fp8,
     "bias_act": bias_act,
     "_bias_act_backward": bias_act_backward,
     "_bias_act_forward": bias_act_forward,
@@ -417,7 +384,6 @@ CHOICES = {
     "_dropout_add_backward": dropout_backward,
     "_dropout_add_with_state": dropout_with_state,
     "_gated_backward": gated_backward,
-    "_gated_fp8": gated_fp8,
     "_gated_backward_with_output": gated_backward_with_output,
     "gated_mlp": gated_mlp,
     "gated_rms_norm": gated_norm,
@@ -425,7 +391,6 @@ CHOICES = {
     "_gated_rms_norm_forward": gated_norm_forward,
     **dict.fromkeys(("geglu", "geglu_tanh", "swiglu"), gated),
     "layer_norm": norm,
-    "layer_norm_fp8": norm_fp8,
     "group_norm": group_norm,
     "_group_norm_backward": group_norm_backward,
     "_group_norm_forward": group_norm_forward,
@@ -437,11 +402,9 @@ CHOICES = {
     "muladd": muladd,
     "_norm_backward": norm_backward,
     "_norm_forward": norm_forward,
-    "_norm_fp8_forward": norm_fp8_forward,
     "qkv_norm_rope": qkv_norm_rope,
     "_qkv_norm_rope_backward": qkv_norm_rope_backward,
     "rms_norm": norm,
-    "rms_norm_fp8": norm_fp8,
     "rope": rope,
     "softmax": softmax,
     "_softmax_backward": softmax_backward,

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed.tensor import Partial, Placement, Shard
 
-from torchkiln.distributed.choices import Call, Choices, rank
+from torchkiln.distributed.choices import Call, Choices, add_norm, next_dim, norm, placed, rank
 
 BLOCK = 128
 """Elements with one scale in float8_e4m3fn."""
@@ -103,13 +103,50 @@ def linear_fp8(call: Call) -> Choices:
             yield [Partial()], {**weight, **given, "bias": Partial()}
 
 
+def gated_fp8(call: Call) -> Choices:
+    """All dimensions but the last, along which scales are shared: data, scale, and a stand-in."""
+    for dim in range(rank(call.gate) - 1):
+        yield [Shard(dim)] * 3, placed(call.gate, dim, gate=call.gate, up=call.up)
+
+
+def norm_fp8(call: Call) -> Choices:
+    """Rows; the results are data, scale, and the tensor that stands for the norm."""
+    for outputs, inputs in norm(call):
+        yield [*outputs] * 3, inputs
+
+
+def norm_fp8_forward(call: Call) -> Choices:
+    """Rows; the results are those of :func:`norm_fp8`, and the statistics."""
+    for outputs, inputs in norm_fp8(call):
+        yield [*outputs, next_dim(outputs[0])], inputs
+
+
+def add_norm_fp8(call: Call) -> Choices:
+    """Rows; the results are those of :func:`norm_fp8`, and the sum."""
+    for outputs, inputs in add_norm(call):
+        yield [*outputs, *outputs], inputs
+
+
+def add_norm_fp8_forward(call: Call) -> Choices:
+    """Rows; the results are those of :func:`add_norm_fp8`, and the statistics."""
+    for outputs, inputs in add_norm_fp8(call):
+        yield [*outputs, next_dim(outputs[0])], inputs
+
+
 CHOICES = {
+    "add_layer_norm_fp8": add_norm_fp8,
+    "_add_norm_fp8_forward": add_norm_fp8_forward,
+    "add_rms_norm_fp8": add_norm_fp8,
     "dequantize": dequantize,
+    "_gated_fp8": gated_fp8,
+    "layer_norm_fp8": norm_fp8,
     "linear_fp8": linear_fp8,
+    "_norm_fp8_forward": norm_fp8_forward,
     "quantize": quantize,
     "quantize_both": quantize_both,
     "quantize_weight": quantize_weight,
     "_quantized_product": quantized_product,
+    "rms_norm_fp8": norm_fp8,
     "transpose_quantized": transpose_quantized,
 }
 """The function of each op by name."""
