@@ -113,8 +113,8 @@ inline int64_t chunk_rows(const Call& flat) {
   return rows_per_chunk(student.x.size(0), row, kLeast);
 }
 
-/// What is saved per row, [6, rows]: log-sum-exp, mass and the sum of the divergence's terms of the
-/// student, then those of the teacher.
+/// Forward saves 6 numbers per row, as [6, rows]: log-sum-exp, mass and sum of terms of the
+/// student, and the same three of the teacher.
 inline constexpr int64_t kNumbers = 6, kOfStudent = 2, kOfTeacher = 5;
 
 /// Computes the rows of a chunk.
@@ -151,12 +151,13 @@ class ChunkDivergence {
     // Any class: its log-probability is overwritten by the divergence.
     const Tensor target = at::zeros({chunk.count}, found.options().dtype(at::kLong));
     const LossOptions options = logprob_options(call_.temperature, /*ignore_index=*/-1);
-    for (const Tensor& logits : {student_logits_, teacher_logits_}) {
-      const int64_t first = logits.is_same(student_logits_) ? 0 : 3 * rows;
-      run_forward(
-          kName, logits, target, options, found,
-          row_state(state_.narrow(0, first, 3 * rows), rows, LossReduction::none, chunk.begin));
-    }
+    const auto run_layer = [&](const Tensor& logits, int64_t first) {
+      const Tensor numbers = state_.narrow(0, first * rows, 3 * rows);
+      run_forward(kName, logits, target, options, found,
+                  row_state(numbers, rows, LossReduction::none, chunk.begin));
+    };
+    run_layer(student_logits_, 0);
+    run_layer(teacher_logits_, kOfStudent + 1);
     arguments_.divergence = found.data_ptr();
     launch(
         kName, found, chunk.count, row_grain(arguments_.classes),

@@ -1,6 +1,6 @@
 // Norms whose result is written in E4M3, in the same pass: the bits of quantize() of the norm in
-// its own dtype. Autograd gives the gradient of that result to a tensor
-// that stands for it, and backward is the norm's own: the rounding to E4M3 is ignored.
+// its own dtype. Autograd gives the gradient of that result to a tensor that stands for it, and
+// backward is the norm's own: the rounding to E4M3 is ignored.
 
 #include "norm/norm.h"
 #include "quantize/quantize.h"

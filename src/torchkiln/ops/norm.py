@@ -245,7 +245,7 @@ def rms_norm_fp8(
 ) -> Quantized:
     """Returns ``quantize(rms_norm(x))`` in one pass, for :func:`linear_fp8`.
 
-    The norm is rounded to the dtype of ``x`` before it is quantised. A CPU gives the bits of the
+    The norm is first rounded to its dtype, then quantised. A CPU gives the bits of the
     two functions; on a GPU the norm before this rounding may differ in its last bit. The gradient
     passes straight through to :func:`rms_norm`, whose backward this is. Rows that are not whole
     16-byte vectors, or that no team of threads holds, take two passes on a GPU.

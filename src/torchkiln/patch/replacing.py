@@ -121,11 +121,15 @@ class Replace:
         - classes given to ``replace.register``;
         - with ``precision="fp8"``, linear layers whose sizes are large.
 
-        Of a Python module, such as that of a trainer, its functions are replaced where it calls
-        them: those that compute the log-probability of tokens from logits and their indices, the
-        entropy of logits, or the mean or summed loss of tokens from hidden states, the weight of
-        the head and labels. They are found by their results and gradients, too. Calls with other
-        arguments than those run the function itself.
+        ``model`` may be a Python module, such as that of a trainer. Then functions are replaced
+        under the names by which the module calls them, if their results and gradients are those of
+        one of these formulas:
+
+        - the log-probability of tokens, from logits and indices;
+        - the entropy, from logits;
+        - the mean or summed loss of tokens, from hidden states, the weight of the head and labels.
+
+        A call with other arguments, and a call under autocast, runs the function itself.
 
         Args:
             model: any module; it may be on the meta device. Or a Python module, with ``only``,

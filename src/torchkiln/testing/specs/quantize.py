@@ -103,8 +103,9 @@ TENSOR_CORES = 2.0**11
 """The error of a tensor core's sum of E4M3 products, in the unit of `steps`.
 
 GPUs of compute capability 8.9 and 9.0 shift the products of a step to the largest one and keep 13
-bits behind its first, where float32 keeps 23. The largest of 32 normal products is 6 times their
-mean, and up to twice as large as its first bit.
+bits behind its first, where float32 keeps 23. A product loses half a bit on average, all of them in
+one direction at worst. The largest of 32 normal products is 6 times their mean: a sum loses 3, and
+with the next power of two at most 4, times 2**-13 of its absolute values.
 """
 
 

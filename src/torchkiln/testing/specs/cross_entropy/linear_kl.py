@@ -258,7 +258,7 @@ LINEAR_KL = OpSpec(
     invalid=invalid,
     bench=bench,
     bench_variants=bench_variants,
-    # Of the student's states alone, whose gradient forward computes.
+    # The gradient of x alone: forward computes it.
     timed=(0,),
     gradient_in_forward=True,
     large=None,
