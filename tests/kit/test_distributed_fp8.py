@@ -167,6 +167,23 @@ for first in ("replace", "parallelize"):
         one, other = model.get_parameter(name).grad.full_tensor(), alone.get_parameter(name).grad
         off = (one - other).float().norm() / other.float().norm()
         assert off < 0.02, (name, off)
+
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+weights = [torch.randn(n, k, dtype=torch.bfloat16) / 16 for n, k in ((512, 256), (256, 256))]
+plain = [w.to(device).requires_grad_() for w in weights]
+expected = torchkiln.gated_mlp(x.to(device), *plain, precision="fp8")
+(expected * slope.to(device)).sum().backward()
+sharded = [distribute_tensor(w, mesh, [Replicate()]).requires_grad_() for w in weights]
+rows, slopes = (distribute_tensor(t, mesh, [Shard(0)]) for t in (x, slope))
+with CommDebugMode() as comm:
+    y = torchkiln.gated_mlp(rows, *sharded, precision="fp8")
+    (y * slopes).sum().backward()
+assert comm.get_total_counts() == 0, comm.get_comm_counts()
+assert torch.equal(y.full_tensor(), expected)
+for one, other in zip(sharded, plain, strict=True):
+    off = (one.grad.full_tensor() - other.grad).float().norm() / other.grad.float().norm()
+    assert off < 0.05, off
 """
 
 
