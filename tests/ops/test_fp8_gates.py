@@ -46,7 +46,10 @@ GATES = {
     ),
 }
 # Packed rows: single elements, vectors, halves of whole blocks and of parts of them.
-GATE_SHAPES = ((3, 2), (16, 16), (7, 74), (32, 272), (2, 64, 512), (130, 768), (0, 4), (4, 0))
+GATE_SHAPES = (
+    *((3, 2), (16, 16), (7, 74), (32, 272), (2, 64, 512), (130, 768), (144, 768)),
+    *((0, 4), (4, 0)),
+)
 
 
 @pytest.mark.parametrize("device", DEVICES)

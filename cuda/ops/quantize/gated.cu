@@ -1,6 +1,6 @@
 // Gates in E4M3: activation(gate) * up, and the gradients of gate and up in both orientations. The
-// kernels are those of rows.cuh and tiles.cuh, which compute a vector where `quantize` loads one.
-// Both gradients of a tile are computed by adjacent blocks, so that the second one reads from L2.
+// kernels are those of rows.cuh and tiles.cuh, which compute a vector where `quantize` loads one. A
+// block computes both gradients of a tile from one read.
 
 #include "rows.cuh"
 #include "tiles.cuh"
@@ -18,100 +18,99 @@ struct Rows {
   int64_t stride;
 
   Rows(const void* data_, int64_t stride_) : data(static_cast<const T*>(data_)), stride(stride_) {}
-  /// The vector at a row and column; 0 unless `wanted`.
-  __device__ __forceinline__ Vec<T, kSide> load(int64_t row, int64_t column, bool wanted) const {
-    Vec<T, kSide> found{};
-    if (wanted) found = device::load_vector<kSide>(data + row * stride + column);
-    return found;
+  /// The vector at row first_row + r and a column; 0 unless `wanted`.
+  __device__ __forceinline__ Vec<T, kSide> load(int64_t first_row, int r, int64_t column,
+                                                bool wanted) const {
+    return load_if(wanted, data + first_row * stride + column + r * stride);
   }
 };
 
-/// A reader of operands, of which it loads kOperands vectors for each one of the result.
+/// A reader of kOperands tensors.
 template <class T_, int kOperands>
 struct FromOperands {
   using T = T_;
-  static constexpr bool kScaled = false;
   static constexpr int kRowsAtOnce = sizeof(T) == 2 && kOperands == 2 ? 4 : 2;
   struct Loaded {
     Vec<T, kSide> operand[kOperands];
   };
 };
 
-/// Rounds to T.
+/// Rounds two numbers to the elements of a pair.
 template <class T>
-__device__ __forceinline__ Vec<T, kSide> rounded(const float (&values)[kSide]) {
-  Vec<T, kSide> found;
-#pragma unroll
-  for (int i = 0; i < kSide; ++i) found.lane[i] = device::convert<T>(values[i]);
-  return found;
+__device__ __forceinline__ void round_to(Vec<T, kSide>& vector, int pair, float low, float high) {
+  auto* const to = &vector.lane[2 * pair];
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(low, high);
+  } else if constexpr (std::is_same_v<T, __half>) {
+    *reinterpret_cast<__half2*>(to) = __floats2half2_rn(low, high);
+  } else {
+    to[0] = low;
+    to[1] = high;
+  }
 }
 
 template <class T, class Act>
 struct FromGate : FromOperands<T, 2> {
   using typename FromOperands<T, 2>::Loaded;
+  static constexpr int kResults = 1;
   Rows<T> gate, up;
 
   explicit FromGate(const QuantizeGated& p) : gate(p.gate, p.gate_stride), up(p.up, p.up_stride) {}
 
   template <bool aligned>
-  __device__ __forceinline__ Loaded load(const Quantize&, int64_t row, int64_t column,
+  __device__ __forceinline__ Loaded load(const Quantize&, int64_t first_row, int r, int64_t column,
                                          bool inside) const {
     static_assert(aligned, "whole vectors");
-    return {{gate.load(row, column, inside), up.load(row, column, inside)}};
+    return {{gate.load(first_row, r, column, inside), up.load(first_row, r, column, inside)}};
   }
-  __device__ __forceinline__ Vec<T, kSide> finish(const Loaded& loaded, int64_t) const {
+  __device__ __forceinline__ void finish(const Loaded& loaded,
+                                         Vec<T, kSide> (&results)[kResults]) const {
     float gates[kSide], ups[kSide];
     device::widen(loaded.operand[0], gates);
     device::widen(loaded.operand[1], ups);
     const Gated<Act, MathFor<T>> gated;
-    float values[kSide];
 #pragma unroll
-    for (int i = 0; i < kSide; ++i) values[i] = gated(gates[i], ups[i]);
-    return rounded<T>(values);
+    for (int i = 0; i < kSide; i += 2)
+      round_to(results[0], i / 2, gated(gates[i], ups[i]), gated(gates[i + 1], ups[i + 1]));
   }
 };
 
 template <class T, class Act>
 struct FromGateGradient : FromOperands<T, 3> {
   using typename FromOperands<T, 3>::Loaded;
+  static constexpr int kResults = 2;
+  static constexpr int kBlocksPerSm = sizeof(T) == 2 ? 3 : 2;
   Rows<T> grad, gate, up;
-  int64_t half;  // columns of gate
 
   explicit FromGateGradient(const QuantizeGated& p)
-      : grad(p.grad, p.grad_stride),
-        gate(p.gate, p.gate_stride),
-        up(p.up, p.up_stride),
-        half(p.result.columns / 2) {}
+      : grad(p.grad, p.grad_stride), gate(p.gate, p.gate_stride), up(p.up, p.up_stride) {}
 
   template <bool aligned>
-  __device__ __forceinline__ Loaded load(const Quantize&, int64_t row, int64_t column,
+  __device__ __forceinline__ Loaded load(const Quantize&, int64_t first_row, int r, int64_t column,
                                          bool inside) const {
     static_assert(aligned, "whole vectors");
-    const bool of_up = column >= half;
-    const int64_t at = of_up ? column - half : column;
-    return {{grad.load(row, at, inside), gate.load(row, at, inside),
-             up.load(row, at, inside && !of_up)}};
+    return {{grad.load(first_row, r, column, inside), gate.load(first_row, r, column, inside),
+             up.load(first_row, r, column, inside)}};
   }
-  __device__ __forceinline__ Vec<T, kSide> finish(const Loaded& loaded, int64_t column) const {
-    const bool of_up = column >= half;
+  __device__ __forceinline__ void finish(const Loaded& loaded,
+                                         Vec<T, kSide> (&results)[kResults]) const {
     float grads[kSide], gates[kSide], ups[kSide];
     device::widen(loaded.operand[0], grads);
     device::widen(loaded.operand[1], gates);
     device::widen(loaded.operand[2], ups);
     const GatedGradient<Act, MathFor<T>> gradient;
-    float values[kSide];
 #pragma unroll
-    for (int i = 0; i < kSide; ++i) {
-      const Pair<float> both = gradient(grads[i], gates[i], ups[i]);
-      values[i] = of_up ? both.second : both.first;
+    for (int i = 0; i < kSide; i += 2) {
+      const Pair<float> low = gradient(grads[i], gates[i], ups[i]);
+      const Pair<float> high = gradient(grads[i + 1], gates[i + 1], ups[i + 1]);
+      round_to(results[0], i / 2, low.first, high.first);
+      round_to(results[1], i / 2, low.second, high.second);
     }
-    return rounded<T>(values);
-  }
-  /// Tiles of gate and up take turns.
-  __device__ __forceinline__ int64_t tile_at(int64_t place, int64_t tiles) const {
-    return tiles % 2 == 0 ? place % 2 * (tiles / 2) + place / 2 : place;
   }
 };
+
+template <class T>
+inline constexpr int kGradientBytes = kTileBytes<FromGateGradient<T, Silu>>;
 
 template <class T, class Act>
 Status launch(const QuantizeGated& p, cudaStream_t stream) {
@@ -132,10 +131,15 @@ bool takes(const QuantizeGated& p) {
   const auto in_vectors = [&](const void* data, int64_t stride) {
     return device::rows_in_vectors(data, kLane, {columns, to.rows == 1 ? 0 : stride});
   };
-  return in_vectors(p.gate, p.gate_stride) && in_vectors(p.up, p.up_stride) &&
-         (!backward || in_vectors(p.grad, p.grad_stride)) && device::aligned(to.data, kLane) &&
-         (to.transposed != nullptr) == backward &&
-         (!backward || (to.rows % device::kVectorBytes == 0 && device::aligned(to.transposed)));
+  if (!in_vectors(p.gate, p.gate_stride) || !in_vectors(p.up, p.up_stride) ||
+      !device::aligned(to.data, kLane) || (to.transposed != nullptr) != backward)
+    return false;
+  if (!backward) return true;
+  const int shared_bytes =
+      to.dtype == Dtype::float32 ? fp8::kGradientBytes<float> : fp8::kGradientBytes<__half>;
+  return in_vectors(p.grad, p.grad_stride) && columns % kScaledElements == 0 &&
+         to.rows % device::kVectorBytes == 0 && device::aligned(to.transposed) &&
+         shared_bytes <= device::current_device().shared_bytes;
 }
 
 Status quantize_gated(const QuantizeGated& p, CUstream_st* stream) {

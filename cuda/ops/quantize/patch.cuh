@@ -4,134 +4,187 @@
 // of each row, so that a row is loaded in one 256-byte access (half precision) and stored in one of
 // 128 bytes. The scales of a patch are adjacent.
 
-#include "detail/fp8/block.cuh"
+#include "torchkiln/device/fast_divide.cuh"
 #include "torchkiln/device/launch.cuh"
 #include "torchkiln/kernels/quantize.h"
+#include "vectors.cuh"
 
 namespace torchkiln::fp8 {
 
-inline constexpr int kThreads = 256;
-inline constexpr int kSide = 8;                         // columns of a lane
-inline constexpr int kLanes = kScaledElements / kSide;  // lanes of a patch
-inline constexpr int kPatches = kThreads / kLanes;      // patches of a block
+inline constexpr int kThreads = 256;                // of a block
+inline constexpr int kPatches = kThreads / kLanes;  // of a block
 
 /// Reads the elements of a matrix in memory, of type Source_; E4M3 has scales.
 template <class Source_>
 struct FromMemory {
   using Source = Source_;
   static constexpr bool kScaled = std::is_same_v<Source, Fp8>;
-  using T = std::conditional_t<kScaled, __half, Source>;
-  using Loaded = Vec<T, kSide>;
+  using T = std::conditional_t<kScaled, float, Source>;
+  static constexpr int kResults = 1;
   static constexpr int kRowsAtOnce = kSide;  // whose loads are issued before the first use
+  static constexpr int kBlocksPerSm = sizeof(T) == 2 ? 4 : 2;
+  struct Loaded {
+    Vec<Source, kSide> elements;
+    float factor;
+  };
 
-  /// The vector at a row and column; elements that are not `inside` the matrix are 0.
+  /// The vector at row first_row + r and this column; elements that are not `inside` the matrix are
+  /// 0.
   template <bool aligned>
-  __device__ __forceinline__ Loaded load(const Quantize& p, int64_t row, int64_t column,
-                                         bool inside) const {
-    const Source* const from = static_cast<const Source*>(p.x) + row * p.stride + column;
-    Vec<Source, kSide> found{};
+  __device__ __forceinline__ Loaded load(const Quantize& p, int64_t first_row, int r,
+                                         int64_t column, bool inside) const {
+    const auto* const from =
+        static_cast<const Source*>(p.x) + first_row * p.stride + column + r * p.stride;
+    Loaded found{{}, 1.0f};
     if constexpr (aligned) {
-      if (inside) found = device::load_vector<kSide>(from);
+      found.elements = load_if(inside, from);
     } else {
 #pragma unroll
       for (int c = 0; c < kSide; ++c)
-        if (inside && column + c < p.columns) found.lane[c] = from[c];
+        if (inside && column + c < p.columns) found.elements.lane[c] = from[c];
     }
+    if constexpr (kScaled)
+      if (inside) found.factor = p.x_scale[column / kScaledElements * p.rows + first_row + r];
+    return found;
+  }
+  __device__ __forceinline__ void finish(const Loaded& loaded,
+                                         Vec<T, kSide> (&results)[kResults]) const {
     if constexpr (kScaled) {
-      return to_half(found);
+      float values[kSide];
+      device::widen(to_half(loaded.elements), values);
+#pragma unroll
+      for (int c = 0; c < kSide; ++c) results[0].lane[c] = values[c] * loaded.factor;
     } else {
-      return found;
+      results[0] = loaded.elements;
     }
   }
-  __device__ __forceinline__ const Loaded& finish(const Loaded& loaded, int64_t) const {
-    return loaded;
-  }
-  /// The number of the tile along a row that is computed at this place of the order.
-  __device__ __forceinline__ int64_t tile_at(int64_t place, int64_t) const { return place; }
 };
 
-/// The elements of a lane, from a reader such as FromMemory.
-template <class Reader, int kRows>
+/// The elements of a lane.
+template <class T_, int kRows_>
 struct Patch {
-  static constexpr bool kScaled = Reader::kScaled;
-  using T = typename Reader::T;
+  using T = T_;
+  static constexpr int kRows = kRows_;
+
+  /// The largest magnitudes of the elements of a lane in each row and in each column.
+  struct Magnitudes {
+    Vec<T, kRows> row;
+    Vec<T, kSide> column;
+  };
 
   Vec<T, kSide> row[kRows];
-  float factor[kScaled ? kRows : 1];
 
-  __device__ __forceinline__ float at(int r, int c) const {
-    const float value = widen(row[r].lane[c]);
-    if constexpr (kScaled) return value * factor[r];
-    return value;
+  /// Elements 2 * pair and 2 * pair + 1 of a row.
+  __device__ __forceinline__ const Vec<T, 2>& two(int r, int pair) const {
+    return reinterpret_cast<const Vec<T, 2>*>(&row[r])[pair];
   }
 
-  /// Makes the compiler convert halfs again: it would keep all elements as float32, and spill them.
-  __device__ __forceinline__ void drop_converted() {
-    if constexpr (sizeof(T) == 2) {
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-        for (int i = 0; i < kSide / 2; ++i)
-          asm volatile("" : "+r"(reinterpret_cast<uint32_t*>(&row[r])[i]));
-      }
-    }
-  }
-
-  /// Loads the elements that begin at (first_row, column); those beyond the matrix are 0.
-  template <bool aligned>
+  /// Loads the elements that begin at (first_row, column); those beyond the first `inside` rows are
+  /// 0. Calls keep(k, r, vector) with row r of each further result of the reader.
+  template <bool aligned, class Reader, class Keep>
   __device__ __forceinline__ void load(const Reader& reader, const Quantize& p, int64_t first_row,
-                                       int64_t column) {
+                                       int64_t column, int inside, const Keep& keep) {
     constexpr int kStep = Reader::kRowsAtOnce < kRows ? Reader::kRowsAtOnce : kRows;
 #pragma unroll
     for (int first = 0; first < kRows; first += kStep) {
       typename Reader::Loaded loaded[kStep];
 #pragma unroll
       for (int i = 0; i < kStep; ++i) {
-        const int64_t at_row = first_row + first + i;
-        const bool inside = at_row < p.rows && column < p.columns;
-        loaded[i] = reader.template load<aligned>(p, at_row, column, inside);
-        if constexpr (kScaled)
-          factor[first + i] = inside ? p.x_scale[column / kScaledElements * p.rows + at_row] : 1.0f;
+        const int r = first + i;
+        loaded[i] = reader.template load<aligned>(p, first_row, r, column, r < inside);
       }
 #pragma unroll
-      for (int i = 0; i < kStep; ++i) row[first + i] = reader.finish(loaded[i], column);
+      for (int i = 0; i < kStep; ++i) {
+        Vec<T, kSide> results[Reader::kResults];
+        reader.finish(loaded[i], results);
+        row[first + i] = results[0];
+#pragma unroll
+        for (int k = 1; k < Reader::kResults; ++k) keep(k, first + i, results[k]);
+      }
     }
   }
 
-  /// The magnitude of this lane's part of each row, and of each column if they are wanted.
-  template <bool has_columns>
-  __device__ __forceinline__ void magnitudes(bool only_finite, float (&rows)[kRows],
-                                             float (&columns)[kSide]) const {
+  /// The magnitudes; NaN does not count. Replaces infinities by NaN.
+  __device__ __forceinline__ Magnitudes measure() {
+    Magnitudes found;
+    // The second pass runs if this lane has an infinity.
+    while (true) {
+      found = magnitudes();
+      Vec<T, 2> most = largest_of_both(found.row, found.row);
+      if (__float_as_uint(widen(most.lane[0])) != kInfinity) return found;
+      drop_infinities();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ Magnitudes magnitudes() const {
+    Magnitudes found{};
 #pragma unroll
-    for (int c = 0; c < kSide; ++c) columns[c] = 0;
+    for (int r = 0; r < kRows; r += 2) {
+      const Vec<T, kSide> first = without_signs(row[r]), second = without_signs(row[r + 1]);
+      reinterpret_cast<Vec<T, 2>*>(&found.row)[r / 2] =
+          device::elementwise_max(Vec<T, 2>{}, largest_of_both(first, second));
+      found.column = device::elementwise_max(found.column, device::elementwise_max(first, second));
+    }
+    return found;
+  }
+
+  static __device__ __forceinline__ Vec<T, kSide> without_signs(Vec<T, kSide> vector) {
+    if constexpr (sizeof(T) == 2) {
+#pragma unroll
+      for (int i = 0; i < kWords<T, kSide>; ++i) word(vector, i) &= 0x7fff7fff;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kSide; ++i) vector.lane[i] = fabsf(vector.lane[i]);
+    }
+    return vector;
+  }
+
+  __device__ __forceinline__ void drop_infinities() {
+    constexpr int kBits = 8 * static_cast<int>(sizeof(T));
+    constexpr uint32_t kMask = kMagnitude >> (32 - kBits);
+    constexpr uint32_t kInfinite = std::is_same_v<T, __half> ? 0x7c00 : kInfinity >> (32 - kBits);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      rows[r] = 0;
 #pragma unroll
-      for (int c = 0; c < kSide; ++c) {
-        const float value = only_finite ? finite_magnitude(at(r, c)) : at(r, c);
-        rows[r] = larger(rows[r], value);
-        if (has_columns) columns[c] = larger(columns[c], value);
+      for (int i = 0; i < kWords<T, kSide>; ++i) {
+        uint32_t& both = word(row[r], i);
+        // A mantissa that is not 0 makes a NaN of an infinity.
+#pragma unroll
+        for (int shift = 0; shift < 32; shift += kBits)
+          if ((both >> shift & kMask) == kInfinite) both |= uint32_t{1} << shift;
       }
     }
   }
 };
 
-/// Stores the rows of a patch and, unless the matrix has square blocks, their scales.
-template <bool aligned, class Reader, int kRows>
-__device__ __forceinline__ void store_rows(const Quantize& p, const Patch<Reader, kRows>& patch,
-                                           const float (&magnitude)[kRows], bool infinite,
-                                           int64_t first_row, int64_t column) {
-  const int lane = static_cast<int>(threadIdx.x) % kLanes;
-  float scale = 0;
+/// The number of rows of a patch that are inside of the matrix.
+template <int kRows>
+__device__ __forceinline__ int rows_inside(const Quantize& p, int64_t first_row, int64_t column) {
+  const int64_t left = p.rows - first_row;
+  if (column >= p.columns || left <= 0) return 0;
+  return left < kRows ? static_cast<int>(left) : kRows;
+}
+
+/// Stores the rows of a patch and, unless the matrix has square blocks, their scales. `exponent` is
+/// that of row l * kRows / kLanes, with l this lane of the patch.
+template <bool aligned, class T, int kRows>
+__device__ __forceinline__ void store_rows(const Quantize& p, const Patch<T, kRows>& patch,
+                                           uint32_t exponent, int64_t first_row, int64_t column,
+                                           int inside) {
+  constexpr unsigned kLanesOfRow = kLanes / kRows;
+  const uint32_t own = factor_word<T>(exponent);
+  uint8_t* to = p.data + first_row * p.columns + column;
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const uint32_t exponent = fp8_scale_exponent(__float_as_uint(magnitude[r]));
-    if (lane == r) scale = scale_of(exponent);
-    const Vec<uint32_t, 2> bytes =
-        pack_all<kSide>(reciprocal_of(exponent), infinite, [&](int c) { return patch.at(r, c); });
-    if (first_row + r >= p.rows || column >= p.columns) continue;
-    uint8_t* const to = p.data + (first_row + r) * p.columns + column;
+  for (int r = 0; r < kRows; ++r, to += p.columns) {
+    const uint32_t factor = __shfl_sync(kAllLanes, own, r * static_cast<int>(kLanesOfRow), kLanes);
+    const Vec<Factor<T>, 2> factors = twice<T>(factor);
+    Vec<uint32_t, 2> bytes;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      bytes.lane[i] =
+          pack(scaled(patch.two(r, 2 * i), factors), scaled(patch.two(r, 2 * i + 1), factors));
+    if (r >= inside) continue;
     if constexpr (aligned) {
       *reinterpret_cast<Vec<uint32_t, 2>*>(to) = bytes;
     } else {
@@ -140,9 +193,11 @@ __device__ __forceinline__ void store_rows(const Quantize& p, const Patch<Reader
         if (column + c < p.columns) to[c] = static_cast<uint8_t>(bytes.lane[c / 4] >> c % 4 * 8);
     }
   }
-  if (p.square || lane >= kRows || first_row + lane >= p.rows) return;
-  const int64_t block = column / kScaledElements;
-  if (block < p.column_blocks()) p.scale[block * p.rows + first_row + lane] = scale;
+  // Lanes beyond the columns store scales, too.
+  const unsigned lane = threadIdx.x % kLanes;
+  const int64_t row = first_row + lane / kLanesOfRow;
+  if (p.square || lane % kLanesOfRow != 0 || row >= p.rows) return;
+  p.scale[column / kScaledElements * p.rows + row] = scale_of(exponent);
 }
 
 }  // namespace torchkiln::fp8

@@ -8,36 +8,35 @@
 namespace torchkiln::fp8 {
 namespace {
 
-/// Rows of a patch. With 8, a thread needs 164 registers, so that one block runs per SM.
-inline constexpr int kRows = 4;
+inline constexpr int kRows = 4;  // of a patch
 
 /// A patch per 16 lanes. Adjacent patches of a block are next to each other in the rows: a block
-/// reads 2048 adjacent elements of each of its rows.
+/// reads 2048 adjacent elements of each of its rows. `blocks` divides by p.column_blocks().
 template <class Reader, bool aligned>
-__global__ void __launch_bounds__(kThreads) quantize_rows(Quantize p, Reader reader) {
+__global__ void __launch_bounds__(kThreads)
+    quantize_rows(Quantize p, Reader reader, device::Divisor blocks) {
   device::wait_for_previous_kernel();
-  const int64_t blocks = p.column_blocks();
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kPatches + threadIdx.x / kLanes;
-  const int64_t first_row = index / blocks * kRows;
-  const int64_t column = index % blocks * kScaledElements + threadIdx.x % kLanes * kSide;
-  Patch<Reader, kRows> patch;
-  patch.template load<aligned>(reader, p, first_row, column);
-  float magnitude[kRows], unused[kSide];
-  patch.template magnitudes<false>(false, magnitude, unused);
-  const bool infinite = __any_sync(kAllLanes, any_infinite(magnitude));
-  if (infinite) patch.template magnitudes<false>(true, magnitude, unused);
-  patch.drop_converted();
-  largest_of_lanes<kLanes>(magnitude);
-  store_rows<aligned>(p, patch, magnitude, infinite, first_row, column);
+  const uint32_t index = blockIdx.x * kPatches + threadIdx.x / kLanes;
+  const uint32_t row_of_patches = blocks.quotient(index);
+  const int64_t first_row = int64_t{row_of_patches} * kRows;
+  const int64_t column = int64_t{index - row_of_patches * blocks.divisor()} * kScaledElements +
+                         threadIdx.x % kLanes * kSide;
+  const int inside = rows_inside<kRows>(p, first_row, column);
+  Patch<typename Reader::T, kRows> patch;
+  patch.template load<aligned>(reader, p, first_row, column, inside, [](auto...) {});
+  const float magnitude = largest_of_row<kLanes / 2>(patch.measure().row);
+  store_rows<aligned>(p, patch, exponent_for(magnitude), first_row, column, inside);
 }
 
 template <bool aligned, class Reader>
 Status launch_rows_of(const Reader& reader, const Quantize& p, cudaStream_t stream) {
+  static_assert(Reader::kResults == 1, "a patch for each");
   const int64_t patches = device::ceil_div(p.rows, kRows) * p.column_blocks();
+  if (patches > device::kMaxGridX - kPatches) return {"x has too many elements"};
   const int64_t blocks = device::ceil_div(patches, kPatches);
-  if (blocks > device::kMaxGridX) return {"x has too many elements"};
   const device::Grid grid{dim3(static_cast<unsigned>(blocks)), dim3(kThreads)};
-  return device::launch_overlapped(&quantize_rows<Reader, aligned>, grid, stream, p, reader);
+  return device::launch_overlapped(&quantize_rows<Reader, aligned>, grid, stream, p, reader,
+                                   device::Divisor(static_cast<uint32_t>(p.column_blocks())));
 }
 
 }  // namespace

@@ -17,13 +17,16 @@ inline constexpr int kWarps = kThreads / device::kWarpLanes;
 /// pairs that are read stay together.
 class TransposedTile {
  public:
-  __device__ __forceinline__ void put(int column, int unit, const Vec<uint32_t, 2>& bytes) {
-    *reinterpret_cast<Vec<uint32_t, 2>*>(&unit_[column * kLanes + (unit ^ column / kSide)]) = bytes;
+  /// Stores a unit of column c of a lane's 8 columns.
+  __device__ __forceinline__ void put(unsigned lane, int c, unsigned unit,
+                                      const Vec<uint32_t, 2>& bytes) {
+    auto* const units = &unit_[lane * kSide * kLanes + (unit ^ lane)];
+    *reinterpret_cast<Vec<uint32_t, 2>*>(units + c * kLanes) = bytes;
   }
   /// The bytes of 16 rows, from row 16 * pair on.
-  __device__ __forceinline__ uint4 get(int column, int pair) const {
-    const int shift = column / kSide;
-    const auto* const units = &unit_[column * kLanes + ((2 * pair) ^ (shift & ~1))];
+  __device__ __forceinline__ uint4 get(unsigned column, unsigned pair) const {
+    const unsigned shift = column / kSide;
+    const auto* const units = &unit_[column * kLanes + ((2 * pair) ^ (shift & ~1u))];
     const uint4 found = *reinterpret_cast<const uint4*>(units);
     return shift % 2 == 0 ? found : uint4{found.z, found.w, found.x, found.y};
   }
@@ -32,10 +35,21 @@ class TransposedTile {
   alignas(16) uint64_t unit_[kSide128 * kLanes];
 };
 
+/// Shared memory of a block whose reader has kResults results.
+template <class T, int kResults>
 struct Shared {
   TransposedTile tile;
-  float by_warp[kWarps][kSide128];  // magnitudes of columns
-  float reciprocal[kSide128];       // of the scales of columns
+  Vec<T, kSide> by_warp[kWarps][kLanes];  // magnitudes of columns
+  Factor<T> factor[kSide128];             // of columns
+  // The results but the first wait here until the tile is free. Each thread reads only what it
+  // wrote.
+  Vec<T, kSide> waiting[kResults - 1][kSide][kThreads];
+};
+template <class T>
+struct Shared<T, 1> {
+  TransposedTile tile;
+  Vec<T, kSide> by_warp[kWarps][kLanes];
+  Factor<T> factor[kSide128];
 };
 
 /// Stores the scale of a square, and zeros behind the last one of a row of scales.
@@ -46,125 +60,168 @@ __device__ __forceinline__ void store_square(float* scale, int64_t stride, int64
     for (int64_t i = blocks; i < stride; ++i) scale[row * stride + i] = 0;
 }
 
-/// The largest magnitude of the tile, in all elements of `rows`.
-__device__ __forceinline__ void largest_of_tile(Shared& shared, float (&rows)[kSide]) {
-  largest_of_lanes<kLanes>(rows);
-  float most = 0;
-#pragma unroll
-  for (int r = 0; r < kSide; ++r) most = fmaxf(most, rows[r]);
-  most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, kLanes));
-  const int warp = static_cast<int>(threadIdx.x) / device::kWarpLanes;
-  if (threadIdx.x % device::kWarpLanes == 0) shared.by_warp[warp][0] = most;
+/// The largest magnitude of the tile.
+template <class T, class Shared>
+__device__ __forceinline__ float largest_of_tile(Shared& shared, const Vec<T, kSide>& rows) {
+  Vec<T, 2> most = largest_of_both(rows, rows);
+  largest_of_lanes(most, 1, device::kWarpLanes);
+  const unsigned warp = threadIdx.x / device::kWarpLanes;
+  if (threadIdx.x % device::kWarpLanes == 0) shared.by_warp[warp][0].lane[0] = most.lane[0];
   __syncthreads();
+  float all = 0;
 #pragma unroll
-  for (int w = 0; w < kWarps; ++w) most = fmaxf(most, shared.by_warp[w][0]);
-#pragma unroll
-  for (int r = 0; r < kSide; ++r) rows[r] = most;
+  for (int w = 0; w < kWarps; ++w) all = fmaxf(all, widen(shared.by_warp[w][0].lane[0]));
+  return all;
 }
 
-/// Computes the scales of the columns, stores them, and leaves their reciprocals in `shared`.
-__device__ __forceinline__ void scale_columns(const Quantize& p, Shared& shared,
-                                              float (&columns)[kSide], int64_t first_row,
-                                              int64_t first_column) {
-  const int thread = static_cast<int>(threadIdx.x);
-  const int lane = thread % device::kWarpLanes;
-#pragma unroll
-  for (int c = 0; c < kSide; ++c) {
-    const float both = fmaxf(columns[c], __shfl_xor_sync(kAllLanes, columns[c], kLanes));
-    if (lane < kLanes) shared.by_warp[thread / device::kWarpLanes][lane * kSide + c] = both;
-  }
+/// Computes the scales of the columns, stores them, and returns the factors of this lane's columns.
+template <class T, class Shared>
+__device__ __forceinline__ Vec<Factor<T>, kSide> scale_columns(const Quantize& p, Shared& shared,
+                                                               Vec<T, kSide>& columns,
+                                                               int64_t row_block,
+                                                               int64_t first_column) {
+  const unsigned thread = threadIdx.x;
+  const unsigned lane = thread % device::kWarpLanes;
+  largest_of_lanes(columns, kLanes, device::kWarpLanes);
+  if (lane < kLanes) shared.by_warp[thread / device::kWarpLanes][lane] = columns;
   __syncthreads();
   if (thread < kSide128) {
     float most = 0;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) most = fmaxf(most, shared.by_warp[w][thread]);
-    const uint32_t exponent = fp8_scale_exponent(__float_as_uint(most));
-    shared.reciprocal[thread] = reciprocal_of(exponent);
+    for (int w = 0; w < kWarps; ++w)
+      most = fmaxf(most, widen(shared.by_warp[w][thread / kSide].lane[thread % kSide]));
+    const uint32_t exponent = exponent_for(most);
+    shared.factor[thread] = twice<T>(factor_word<T>(exponent)).lane[0];
     if (first_column + thread < p.columns)
-      p.transposed_scale[first_row / kSide128 * p.columns + first_column + thread] =
-          scale_of(exponent);
+      p.transposed_scale[row_block * p.columns + first_column + thread] = scale_of(exponent);
   }
   __syncthreads();
+  return reinterpret_cast<const Vec<Factor<T>, kSide>*>(shared.factor)[lane % kLanes];
 }
 
 /// Writes the transposed tile from shared memory.
 template <bool aligned>
 __device__ __forceinline__ void store_transposed(const Quantize& p, const TransposedTile& tile,
                                                  int64_t first_row, int64_t first_column) {
-  constexpr int kBytes = 16;
-  constexpr int kPairs = kSide128 / kBytes;
+  constexpr unsigned kBytes = 16;
+  constexpr unsigned kPairs = kSide128 / kBytes;
+  constexpr int kColumns = kThreads / static_cast<int>(kPairs);  // of a step
+  constexpr int kSteps = kSide128 / kColumns;
+  const unsigned pair = threadIdx.x % kPairs, column = threadIdx.x / kPairs;
+  const int64_t row = first_row + pair * kBytes;
+  const int64_t left = row < p.rows ? p.columns - first_column - column : 0;
+  uint8_t* to = p.transposed + (first_column + column) * p.rows + row;
+  uint4 bytes[kSteps];
 #pragma unroll
-  for (int i = 0; i < kSide128 * kPairs / kThreads; ++i) {
-    const int vector = static_cast<int>(threadIdx.x) + i * kThreads;
-    const int column = vector / kPairs;
-    const int64_t row = first_row + vector % kPairs * kBytes;
-    if (first_column + column >= p.columns || row >= p.rows) continue;
-    const uint4 bytes = tile.get(column, vector % kPairs);
-    uint8_t* const to = p.transposed + (first_column + column) * p.rows + row;
+  for (int i = 0; i < kSteps; ++i) bytes[i] = tile.get(column + i * kColumns, pair);
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i, to += kColumns * p.rows) {
+    if (i * kColumns >= left) continue;
     if constexpr (aligned) {
-      *reinterpret_cast<uint4*>(to) = bytes;
+      *reinterpret_cast<uint4*>(to) = bytes[i];
     } else {
-      const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+      const uint32_t words[4] = {bytes[i].x, bytes[i].y, bytes[i].z, bytes[i].w};
 #pragma unroll
-      for (int b = 0; b < kBytes; ++b)
+      for (unsigned b = 0; b < kBytes; ++b)
         if (row + b < p.rows) to[b] = static_cast<uint8_t>(words[b / 4] >> b % 4 * 8);
     }
   }
 }
 
-/// `square`: the tile has one scale. Else `rows` says whether the rows are wanted, too.
-template <class Reader, bool square, bool rows, bool aligned>
-__global__ void __launch_bounds__(kThreads, 2) quantize_tile(Quantize p, Reader reader) {
-  __shared__ Shared shared;
-  device::wait_for_previous_kernel();
-  const int64_t blocks = p.column_blocks();
-  const int64_t row_block = blockIdx.x / blocks;
-  const int64_t block = reader.tile_at(blockIdx.x % blocks, blocks);
-  const int group = static_cast<int>(threadIdx.x) / kLanes;
-  const int lane = static_cast<int>(threadIdx.x) % kLanes;
+/// Stores a tile that the block's threads hold in patches. `square`: the tile has one scale. Else
+/// `rows` says whether the rows are wanted, too.
+template <bool square, bool rows, bool aligned, class T, class Shared>
+__device__ __forceinline__ void store_tile(const Quantize& p, Shared& shared,
+                                           Patch<T, kSide>& patch, int64_t row_block, int64_t block,
+                                           int inside) {
+  const unsigned group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   const int64_t first_row = row_block * kSide128, first_column = block * kSide128;
   const int64_t row = first_row + group * kSide, column = first_column + lane * kSide;
-  Patch<Reader, kSide> patch;
-  patch.template load<aligned>(reader, p, row, column);
-  float by_row[kSide], by_column[kSide];
-  patch.template magnitudes<!square>(false, by_row, by_column);
-  const bool infinite = __syncthreads_or(any_infinite(by_row)) != 0;
-  if (infinite) patch.template magnitudes<!square>(true, by_row, by_column);
-  patch.drop_converted();
-  float square_reciprocal = 0;
+  auto most = patch.measure();
+  Vec<Factor<T>, kSide> factors;
+  uint32_t exponent;
   if constexpr (square) {
-    largest_of_tile(shared, by_row);
-    const uint32_t exponent = fp8_scale_exponent(__float_as_uint(by_row[0]));
-    square_reciprocal = reciprocal_of(exponent);
+    exponent = exponent_for(largest_of_tile<T>(shared, most.row));
+#pragma unroll
+    for (int i = 0; i < kSide / 2; ++i)
+      reinterpret_cast<Vec<Factor<T>, 2>*>(&factors)[i] = twice<T>(factor_word<T>(exponent));
     if (threadIdx.x == 0) {
-      store_square(p.scale, p.scale_stride, row_block, block, blocks, scale_of(exponent));
+      store_square(p.scale, p.scale_stride, row_block, block, p.column_blocks(),
+                   scale_of(exponent));
       store_square(p.transposed_scale, p.transposed_scale_stride, block, row_block, p.row_blocks(),
                    scale_of(exponent));
     }
   } else {
-    scale_columns(p, shared, by_column, first_row, first_column);
-    if constexpr (rows) largest_of_lanes<kLanes>(by_row);
+    factors = scale_columns<T>(p, shared, most.column, row_block, first_column);
+    if constexpr (rows) exponent = exponent_for(largest_of_row<kLanes / 2>(most.row));
   }
-  if constexpr (rows) {
-    store_rows<aligned>(p, patch, by_row, infinite, row, column);
-    patch.drop_converted();
-  }
+  if constexpr (rows) store_rows<aligned>(p, patch, exponent, row, column, inside);
 #pragma unroll
-  for (int c = 0; c < kSide; ++c) {
-    const float reciprocal = square ? square_reciprocal : shared.reciprocal[lane * kSide + c];
-    shared.tile.put(lane * kSide + c, group,
-                    pack_all<kSide>(reciprocal, infinite, [&](int r) { return patch.at(r, c); }));
+  for (int pair = 0; pair < kSide / 2; ++pair) {
+    Vec<uint32_t, 2> bytes[2];
+#pragma unroll
+    for (int r = 0; r < kSide; r += 4) {
+      float2 value[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        value[i] = scaled(patch.two(r + i, pair),
+                          reinterpret_cast<const Vec<Factor<T>, 2>*>(&factors)[pair]);
+      bytes[0].lane[r / 4] = pack(float2{value[0].x, value[1].x}, float2{value[2].x, value[3].x});
+      bytes[1].lane[r / 4] = pack(float2{value[0].y, value[1].y}, float2{value[2].y, value[3].y});
+    }
+    shared.tile.put(lane, 2 * pair, group, bytes[0]);
+    shared.tile.put(lane, 2 * pair + 1, group, bytes[1]);
   }
   __syncthreads();
   store_transposed<aligned>(p, shared.tile, first_row, first_column);
 }
 
+/// A reader with two results computes two tiles, which are half of the columns apart. `blocks`
+/// divides by the tiles of a row of one result.
+template <class Reader, bool square, bool rows, bool aligned>
+__global__ void __launch_bounds__(kThreads, Reader::kBlocksPerSm)
+    quantize_tile(Quantize p, Reader reader, device::Divisor blocks) {
+  using T = typename Reader::T;
+  constexpr int kResults = Reader::kResults;
+  extern __shared__ uint4 memory[];
+  auto& shared = *reinterpret_cast<Shared<T, kResults>*>(memory);
+  device::wait_for_previous_kernel();
+  const uint32_t row_block = blocks.quotient(blockIdx.x);
+  const uint32_t block = blockIdx.x - row_block * blocks.divisor();
+  const int64_t row = int64_t{row_block} * kSide128 + threadIdx.x / kLanes * kSide;
+  const int64_t column = int64_t{block} * kSide128 + threadIdx.x % kLanes * kSide;
+  const int inside = rows_inside<kSide>(p, row, column);
+  Patch<T, kSide> patch;
+  patch.template load<aligned>(reader, p, row, column, inside,
+                               [&](int k, int r, const Vec<T, kSide>& vector) {
+                                 if constexpr (kResults > 1)
+                                   shared.waiting[k - 1][r][threadIdx.x] = vector;
+                               });
+#pragma unroll 1
+  for (int k = 0;; ++k) {
+    store_tile<square, rows, aligned>(p, shared, patch, row_block,
+                                      block + int64_t{k} * blocks.divisor(), inside);
+    if (k + 1 == kResults) break;
+    if constexpr (kResults > 1) {
+#pragma unroll
+      for (int r = 0; r < kSide; ++r) patch.row[r] = shared.waiting[k][r][threadIdx.x];
+    }
+  }
+}
+
+/// The shared memory of a block.
+template <class Reader>
+inline constexpr int kTileBytes =
+    static_cast<int>(sizeof(Shared<typename Reader::T, Reader::kResults>));
+
 template <bool square, bool rows, bool aligned, class Reader>
 Status launch_tiles_of(const Reader& reader, const Quantize& p, cudaStream_t stream) {
   if (p.tiles() > device::kMaxGridX) return {"x has too many elements"};
-  const device::Grid grid{dim3(static_cast<unsigned>(p.tiles())), dim3(kThreads)};
+  const int64_t blocks = p.column_blocks() / Reader::kResults;
+  const device::Grid grid{dim3(static_cast<unsigned>(p.row_blocks() * blocks)), dim3(kThreads), 1,
+                          kTileBytes<Reader>};
   return device::launch_overlapped(&quantize_tile<Reader, square, rows, aligned>, grid, stream, p,
-                                   reader);
+                                   reader, device::Divisor(static_cast<uint32_t>(blocks)));
 }
 
 }  // namespace

@@ -1,0 +1,127 @@
+#pragma once
+
+// Vectors of a lane in their dtype: their largest magnitudes, and their elements times the scales.
+// In half precision magnitudes are compared, and in bfloat16 elements are multiplied, two in one
+// instruction. A product with a power of two is exact, unless it underflows: E4M3 rounds it to 0 in
+// any case.
+
+#include "detail/fp8/block.cuh"
+
+namespace torchkiln::fp8 {
+
+inline constexpr int kSide = 8;                         // columns of a lane
+inline constexpr int kLanes = kScaledElements / kSide;  // lanes of a row
+
+/// The number of 32-bit words of a vector, and one of them.
+template <class T, int N>
+inline constexpr int kWords = N * static_cast<int>(sizeof(T)) / 4;
+template <class T, int N>
+__device__ __forceinline__ uint32_t& word(Vec<T, N>& vector, int i) {
+  return reinterpret_cast<uint32_t*>(&vector)[i];
+}
+
+/// The vector at this address; 0 unless `wanted`. In words: nvcc would select halfs one by one.
+template <class T>
+__device__ __forceinline__ Vec<T, kSide> load_if(bool wanted, const T* from) {
+  using Words = Vec<uint32_t, kWords<T, kSide>>;
+  Words found{};
+  if (wanted) found = *reinterpret_cast<const Words*>(from);
+  return reinterpret_cast<const Vec<T, kSide>&>(found);
+}
+
+/// The element of each of two vectors that is the largest one.
+template <class T, int N>
+__device__ __forceinline__ Vec<T, 2> largest_of_both(const Vec<T, N>& a, const Vec<T, N>& b) {
+  if constexpr (N == 2) {
+    return device::elementwise_max(Vec<T, 2>{a.lane[0], b.lane[0]},
+                                   Vec<T, 2>{a.lane[1], b.lane[1]});
+  } else {
+    using Half = Vec<T, N / 2>;
+    const auto folded = [](const Vec<T, N>& v) {
+      return device::elementwise_max(reinterpret_cast<const Half*>(&v)[0],
+                                     reinterpret_cast<const Half*>(&v)[1]);
+    };
+    return largest_of_both(folded(a), folded(b));
+  }
+}
+
+/// Replaces each element by the largest one among the lanes whose numbers differ in the bits from
+/// `first` to below `end`, both powers of two.
+template <class T, int N>
+__device__ __forceinline__ void largest_of_lanes(Vec<T, N>& values, int first, int end) {
+#pragma unroll
+  for (int step = first; step < end; step *= 2) {
+    Vec<T, N> others;
+#pragma unroll
+    for (int i = 0; i < kWords<T, N>; ++i)
+      word(others, i) = __shfl_xor_sync(kAllLanes, word(values, i), step);
+    values = device::elementwise_max(values, others);
+  }
+}
+
+/// The largest magnitude of one of N rows, of which `values` has the magnitudes of this lane's
+/// part. Lane l of 2 * kStep adjacent ones gets that of row l * N / (2 * kStep): lanes give away
+/// half of the rows in each step.
+template <int kStep, class T, int N>
+__device__ __forceinline__ float largest_of_row(Vec<T, N> values) {
+  const bool is_second = (threadIdx.x & kStep) != 0;
+  if constexpr (kWords<T, N> == 1) {
+    largest_of_lanes(values, 1, 2 * kStep);
+    const float first = widen(values.lane[0]), last = widen(values.lane[N - 1]);
+    return is_second ? last : first;
+  } else {
+    Vec<T, N / 2> kept, given;
+#pragma unroll
+    for (int i = 0; i < kWords<T, N / 2>; ++i) {
+      const uint32_t low = word(values, i), high = word(values, i + kWords<T, N / 2>);
+      word(kept, i) = is_second ? high : low;
+      word(given, i) = __shfl_xor_sync(kAllLanes, is_second ? low : high, kStep);
+    }
+    return largest_of_row<kStep / 2>(device::elementwise_max(kept, given));
+  }
+}
+
+/// The exponent of the scale of a block with this largest magnitude.
+__device__ __forceinline__ uint32_t exponent_for(float magnitude) {
+  return fp8_scale_exponent(__float_as_uint(magnitude));
+}
+
+/// A power of two that scales elements of type T: each one is a bfloat16.
+template <class T>
+using Factor = std::conditional_t<std::is_same_v<T, __nv_bfloat16>, T, float>;
+
+/// The factor for a scale with this exponent, or two of them if they fill a word.
+template <class T>
+__device__ __forceinline__ uint32_t factor_word(uint32_t exponent) {
+  const uint32_t bits = fp8_reciprocal_bits(exponent);
+  return sizeof(Factor<T>) == 2 ? __byte_perm(bits, 0, 0x3232) : bits;
+}
+/// The factor in a word, twice.
+template <class T>
+__device__ __forceinline__ Vec<Factor<T>, 2> twice(uint32_t factor) {
+  const uint32_t words[2] = {factor, factor};
+  return reinterpret_cast<const Vec<Factor<T>, 2>&>(words);
+}
+
+/// Two elements times their factors.
+template <class T>
+__device__ __forceinline__ float2 scaled(const Vec<T, 2>& two, const Vec<Factor<T>, 2>& by) {
+  float value[2];
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    Vec<T, 2> product;
+    reinterpret_cast<__nv_bfloat162&>(product) = __hmul2(
+        reinterpret_cast<const __nv_bfloat162&>(two), reinterpret_cast<const __nv_bfloat162&>(by));
+    device::widen(product, value);
+    return {value[0], value[1]};
+  } else {
+    device::widen(two, value);
+    return {value[0] * by.lane[0], value[1] * by.lane[1]};
+  }
+}
+
+/// Rounds four numbers to bytes.
+__device__ __forceinline__ uint32_t pack(float2 low, float2 high) {
+  return pack(low.x, low.y) | pack(high.x, high.y) << 16;
+}
+
+}  // namespace torchkiln::fp8
