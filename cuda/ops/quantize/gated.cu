@@ -1,6 +1,7 @@
 // Gates in E4M3: activation(gate) * up, and the gradients of gate and up in both orientations. The
 // kernels are those of rows.cuh and tiles.cuh, which compute a vector where `quantize` loads one. A
-// block computes both gradients of a tile from one read.
+// block computes both gradients of a tile from one read; in float32 they would fill the shared
+// memory.
 
 #include "rows.cuh"
 #include "tiles.cuh"
@@ -19,8 +20,8 @@ struct Rows {
 
   Rows(const void* data_, int64_t stride_) : data(static_cast<const T*>(data_)), stride(stride_) {}
   /// The vector at row first_row + r and a column; 0 unless `wanted`.
-  __device__ __forceinline__ Vec<T, kSide> load(int64_t first_row, int r, int64_t column,
-                                                bool wanted) const {
+  __device__ __forceinline__ Words<T> load(int64_t first_row, int r, int64_t column,
+                                           bool wanted) const {
     return load_if(wanted, data + first_row * stride + column + r * stride);
   }
 };
@@ -29,9 +30,9 @@ struct Rows {
 template <class T_, int kOperands>
 struct FromOperands {
   using T = T_;
-  static constexpr int kRowsAtOnce = sizeof(T) == 2 && kOperands == 2 ? 4 : 2;
+  static constexpr int kRowsAtOnce = sizeof(T) == 2 ? 4 : 2;
   struct Loaded {
-    Vec<T, kSide> operand[kOperands];
+    Words<T> operand[kOperands];
   };
 };
 
@@ -66,8 +67,8 @@ struct FromGate : FromOperands<T, 2> {
   __device__ __forceinline__ void finish(const Loaded& loaded,
                                          Vec<T, kSide> (&results)[kResults]) const {
     float gates[kSide], ups[kSide];
-    device::widen(loaded.operand[0], gates);
-    device::widen(loaded.operand[1], ups);
+    device::widen(loaded.operand[0].vector(), gates);
+    device::widen(loaded.operand[1].vector(), ups);
     const Gated<Act, MathFor<T>> gated;
 #pragma unroll
     for (int i = 0; i < kSide; i += 2)
@@ -79,7 +80,7 @@ template <class T, class Act>
 struct FromGateGradient : FromOperands<T, 3> {
   using typename FromOperands<T, 3>::Loaded;
   static constexpr int kResults = 2;
-  static constexpr int kBlocksPerSm = sizeof(T) == 2 ? 3 : 2;
+  static constexpr int kBlocksPerSm = 3;
   Rows<T> grad, gate, up;
 
   explicit FromGateGradient(const QuantizeGated& p)
@@ -95,9 +96,9 @@ struct FromGateGradient : FromOperands<T, 3> {
   __device__ __forceinline__ void finish(const Loaded& loaded,
                                          Vec<T, kSide> (&results)[kResults]) const {
     float grads[kSide], gates[kSide], ups[kSide];
-    device::widen(loaded.operand[0], grads);
-    device::widen(loaded.operand[1], gates);
-    device::widen(loaded.operand[2], ups);
+    device::widen(loaded.operand[0].vector(), grads);
+    device::widen(loaded.operand[1].vector(), gates);
+    device::widen(loaded.operand[2].vector(), ups);
     const GatedGradient<Act, MathFor<T>> gradient;
 #pragma unroll
     for (int i = 0; i < kSide; i += 2) {
@@ -109,13 +110,14 @@ struct FromGateGradient : FromOperands<T, 3> {
   }
 };
 
-template <class T>
-inline constexpr int kGradientBytes = kTileBytes<FromGateGradient<T, Silu>>;
-
 template <class T, class Act>
 Status launch(const QuantizeGated& p, cudaStream_t stream) {
   if (p.grad == nullptr) return launch_rows_of<true>(FromGate<T, Act>(p), p.result, stream);
-  return launch_tiles_of<false, true, true>(FromGateGradient<T, Act>(p), p.result, stream);
+  if constexpr (sizeof(T) == 2) {
+    return launch_tiles_of<false, true, true>(FromGateGradient<T, Act>(p), p.result, stream);
+  } else {
+    return {"gradients in float32 have no kernel"};
+  }
 }
 
 }  // namespace
@@ -135,11 +137,11 @@ bool takes(const QuantizeGated& p) {
       !device::aligned(to.data, kLane) || (to.transposed != nullptr) != backward)
     return false;
   if (!backward) return true;
-  const int shared_bytes =
-      to.dtype == Dtype::float32 ? fp8::kGradientBytes<float> : fp8::kGradientBytes<__half>;
-  return in_vectors(p.grad, p.grad_stride) && columns % kScaledElements == 0 &&
-         to.rows % device::kVectorBytes == 0 && device::aligned(to.transposed) &&
-         shared_bytes <= device::current_device().shared_bytes;
+  return to.dtype != Dtype::float32 && in_vectors(p.grad, p.grad_stride) &&
+         columns % kScaledElements == 0 && to.rows % device::kVectorBytes == 0 &&
+         device::aligned(to.transposed) &&
+         fp8::kTileBytes<fp8::FromGateGradient<__half, Silu>> <=
+             device::current_device().shared_bytes;
 }
 
 Status quantize_gated(const QuantizeGated& p, CUstream_st* stream) {

@@ -37,7 +37,7 @@ struct FromMemory {
         static_cast<const Source*>(p.x) + first_row * p.stride + column + r * p.stride;
     Loaded found{{}, 1.0f};
     if constexpr (aligned) {
-      found.elements = load_if(inside, from);
+      found.elements = load_if(inside, from).vector();
     } else {
 #pragma unroll
       for (int c = 0; c < kSide; ++c)
@@ -79,27 +79,24 @@ struct Patch {
     return reinterpret_cast<const Vec<T, 2>*>(&row[r])[pair];
   }
 
-  /// Loads the elements that begin at (first_row, column); those beyond the first `inside` rows are
-  /// 0. Calls keep(k, r, vector) with row r of each further result of the reader.
-  template <bool aligned, class Reader, class Keep>
+  /// Loads the only result of a reader, of the elements that begin at (first_row, column); rows
+  /// from `inside` on are 0.
+  template <bool aligned, class Reader>
   __device__ __forceinline__ void load(const Reader& reader, const Quantize& p, int64_t first_row,
-                                       int64_t column, int inside, const Keep& keep) {
+                                       int64_t column, int inside) {
     constexpr int kStep = Reader::kRowsAtOnce < kRows ? Reader::kRowsAtOnce : kRows;
 #pragma unroll
     for (int first = 0; first < kRows; first += kStep) {
       typename Reader::Loaded loaded[kStep];
 #pragma unroll
-      for (int i = 0; i < kStep; ++i) {
-        const int r = first + i;
-        loaded[i] = reader.template load<aligned>(p, first_row, r, column, r < inside);
-      }
+      for (int i = 0; i < kStep; ++i)
+        loaded[i] =
+            reader.template load<aligned>(p, first_row, first + i, column, first + i < inside);
 #pragma unroll
       for (int i = 0; i < kStep; ++i) {
-        Vec<T, kSide> results[Reader::kResults];
+        Vec<T, kSide> results[1];
         reader.finish(loaded[i], results);
         row[first + i] = results[0];
-#pragma unroll
-        for (int k = 1; k < Reader::kResults; ++k) keep(k, first + i, results[k]);
       }
     }
   }

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kThreads)
                          threadIdx.x % kLanes * kSide;
   const int inside = rows_inside<kRows>(p, first_row, column);
   Patch<typename Reader::T, kRows> patch;
-  patch.template load<aligned>(reader, p, first_row, column, inside, [](auto...) {});
+  patch.template load<aligned>(reader, p, first_row, column, inside);
   const float magnitude = largest_of_row<kLanes / 2>(patch.measure().row);
   store_rows<aligned>(p, patch, exponent_for(magnitude), first_row, column, inside);
 }

@@ -35,21 +35,30 @@ class TransposedTile {
   alignas(16) uint64_t unit_[kSide128 * kLanes];
 };
 
-/// Shared memory of a block whose reader has kResults results.
+/// Memory of a tile. If a reader has several results, each thread keeps its rows of them until they
+/// are quantised, in place of the transposed tile: a thread reads only rows that it wrote, and does
+/// so before the first barrier of store_tile().
 template <class T, int kResults>
-struct Shared {
-  TransposedTile tile;
-  Vec<T, kSide> by_warp[kWarps][kLanes];  // magnitudes of columns
-  Factor<T> factor[kSide128];             // of columns
-  // The results but the first wait here until the tile is free. Each thread reads only what it
-  // wrote.
-  Vec<T, kSide> waiting[kResults - 1][kSide][kThreads];
+struct Slot {
+  Vec<T, kSide> row[kSide][kThreads];
+
+  __device__ __forceinline__ TransposedTile& tile() {
+    return reinterpret_cast<TransposedTile&>(row);
+  }
 };
 template <class T>
-struct Shared<T, 1> {
-  TransposedTile tile;
-  Vec<T, kSide> by_warp[kWarps][kLanes];
-  Factor<T> factor[kSide128];
+struct Slot<T, 1> {
+  TransposedTile only;
+
+  __device__ __forceinline__ TransposedTile& tile() { return only; }
+};
+
+/// Shared memory of a block.
+template <class T, int kResults>
+struct Shared {
+  Slot<T, kResults> slot[kResults];
+  Vec<T, kSide> by_warp[kWarps][kLanes];  // magnitudes of columns
+  Factor<T> factor[kSide128];             // of columns
 };
 
 /// Stores the scale of a square, and zeros behind the last one of a row of scales.
@@ -131,7 +140,7 @@ __device__ __forceinline__ void store_transposed(const Quantize& p, const Transp
 /// Stores a tile that the block's threads hold in patches. `square`: the tile has one scale. Else
 /// `rows` says whether the rows are wanted, too.
 template <bool square, bool rows, bool aligned, class T, class Shared>
-__device__ __forceinline__ void store_tile(const Quantize& p, Shared& shared,
+__device__ __forceinline__ void store_tile(const Quantize& p, Shared& shared, TransposedTile& tile,
                                            Patch<T, kSide>& patch, int64_t row_block, int64_t block,
                                            int inside) {
   const unsigned group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
@@ -169,11 +178,34 @@ __device__ __forceinline__ void store_tile(const Quantize& p, Shared& shared,
       bytes[0].lane[r / 4] = pack(float2{value[0].x, value[1].x}, float2{value[2].x, value[3].x});
       bytes[1].lane[r / 4] = pack(float2{value[0].y, value[1].y}, float2{value[2].y, value[3].y});
     }
-    shared.tile.put(lane, 2 * pair, group, bytes[0]);
-    shared.tile.put(lane, 2 * pair + 1, group, bytes[1]);
+    tile.put(lane, 2 * pair, group, bytes[0]);
+    tile.put(lane, 2 * pair + 1, group, bytes[1]);
   }
   __syncthreads();
-  store_transposed<aligned>(p, shared.tile, first_row, first_column);
+  store_transposed<aligned>(p, tile, first_row, first_column);
+}
+
+/// Computes a patch of each result. A loop, not unrolled: the compiler would evaluate so many
+/// elements at once that it spills.
+template <bool aligned, class Reader, class T, int kResults>
+__device__ __forceinline__ void compute_results(const Reader& reader, const Quantize& p,
+                                                Slot<T, kResults> (&slot)[kResults], int64_t row,
+                                                int64_t column, int inside) {
+  constexpr int kStep = Reader::kRowsAtOnce;
+#pragma unroll 1
+  for (int first = 0; first < kSide; first += kStep) {
+    typename Reader::Loaded loaded[kStep];
+#pragma unroll
+    for (int i = 0; i < kStep; ++i)
+      loaded[i] = reader.template load<aligned>(p, row + first, i, column, first + i < inside);
+#pragma unroll
+    for (int i = 0; i < kStep; ++i) {
+      Vec<T, kSide> results[kResults];
+      reader.finish(loaded[i], results);
+#pragma unroll
+      for (int k = 0; k < kResults; ++k) slot[k].row[first + i][threadIdx.x] = results[k];
+    }
+  }
 }
 
 /// A reader with two results computes two tiles, which are half of the columns apart. `blocks`
@@ -192,19 +224,18 @@ __global__ void __launch_bounds__(kThreads, Reader::kBlocksPerSm)
   const int64_t column = int64_t{block} * kSide128 + threadIdx.x % kLanes * kSide;
   const int inside = rows_inside<kSide>(p, row, column);
   Patch<T, kSide> patch;
-  patch.template load<aligned>(reader, p, row, column, inside,
-                               [&](int k, int r, const Vec<T, kSide>& vector) {
-                                 if constexpr (kResults > 1)
-                                   shared.waiting[k - 1][r][threadIdx.x] = vector;
-                               });
+  if constexpr (kResults == 1) {
+    patch.template load<aligned>(reader, p, row, column, inside);
+    store_tile<square, rows, aligned>(p, shared, shared.slot[0].tile(), patch, row_block, block,
+                                      inside);
+  } else {
+    compute_results<aligned>(reader, p, shared.slot, row, column, inside);
 #pragma unroll 1
-  for (int k = 0;; ++k) {
-    store_tile<square, rows, aligned>(p, shared, patch, row_block,
-                                      block + int64_t{k} * blocks.divisor(), inside);
-    if (k + 1 == kResults) break;
-    if constexpr (kResults > 1) {
+    for (int k = 0; k < kResults; ++k) {
 #pragma unroll
-      for (int r = 0; r < kSide; ++r) patch.row[r] = shared.waiting[k][r][threadIdx.x];
+      for (int r = 0; r < kSide; ++r) patch.row[r] = shared.slot[k].row[r][threadIdx.x];
+      store_tile<square, rows, aligned>(p, shared, shared.slot[k].tile(), patch, row_block,
+                                        block + int64_t{k} * blocks.divisor(), inside);
     }
   }
 }

@@ -20,13 +20,23 @@ __device__ __forceinline__ uint32_t& word(Vec<T, N>& vector, int i) {
   return reinterpret_cast<uint32_t*>(&vector)[i];
 }
 
-/// The vector at this address; 0 unless `wanted`. In words: nvcc would select halfs one by one.
+/// A vector that was loaded, in words: nvcc would select halfs, or carry them through a loop, in a
+/// register each.
 template <class T>
-__device__ __forceinline__ Vec<T, kSide> load_if(bool wanted, const T* from) {
-  using Words = Vec<uint32_t, kWords<T, kSide>>;
-  Words found{};
-  if (wanted) found = *reinterpret_cast<const Words*>(from);
-  return reinterpret_cast<const Vec<T, kSide>&>(found);
+struct Words {
+  Vec<uint32_t, kWords<T, kSide>> words{};
+
+  __device__ __forceinline__ const Vec<T, kSide>& vector() const {
+    return reinterpret_cast<const Vec<T, kSide>&>(words);
+  }
+};
+
+/// The vector at this address; 0 unless `wanted`.
+template <class T>
+__device__ __forceinline__ Words<T> load_if(bool wanted, const T* from) {
+  Words<T> found;
+  if (wanted) found.words = *reinterpret_cast<const decltype(found.words)*>(from);
+  return found;
 }
 
 /// The element of each of two vectors that is the largest one.

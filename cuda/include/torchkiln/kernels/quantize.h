@@ -70,7 +70,8 @@ namespace cuda {
 TORCHKILN_EXPORT Status quantize(const Quantize& arguments, CUstream_st* stream);
 
 /// Whether quantize_gated() takes these tensors: rows of whole 16-byte vectors and, for gradients,
-/// a multiple of 16 rows, whole blocks of 128 columns, and a GPU with enough shared memory.
+/// half precision, a multiple of 16 rows, whole blocks of 128 columns of gate, and a GPU with
+/// enough shared memory.
 TORCHKILN_EXPORT bool takes(const QuantizeGated& arguments);
 
 /// Runs on the current device, queued on `stream`.
