@@ -47,7 +47,7 @@ NORMS = {
 # teams of a warp and less; rows that are split.
 SHAPES = (
     *((1, 1), (3, 8), (5, 128), (4, 136), (7, 300), (2, 3, 520), (9, 2048), (513, 256)),
-    *((3, 4096), (2, 20000), (2, 40001), (1, 300000), (0, 16), (5, 0)),
+    *((3, 4096), (5, 1024), (2, 5120), (2, 20000), (2, 40001), (1, 300000), (0, 16), (5, 0)),
 )
 
 
@@ -113,6 +113,18 @@ def test_not_finite_is_visible_and_alone(bad: float, device: str) -> None:
     isnan = torchkiln.dequantize(found).isnan()
     assert isnan[:3].sum() == 3
     assert isnan[:, 200].all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("columns", [1000, 2048])
+def test_zeros_have_the_signs_of_the_norm(columns: int, device: str) -> None:
+    x = draw(5, columns, device=device, dtype=torch.bfloat16)
+    weight = torch.ones(columns, device=device, dtype=torch.bfloat16)
+    weight[::3] = -0.0
+    weight[1::3] = 0.0
+    found = torchkiln.rms_norm_fp8(x, columns, weight)
+    signs = torchkiln.rms_norm(x, columns, weight).signbit()
+    assert torch.equal(found.data.view(torch.uint8) >= 128, signs)
 
 
 @pytest.mark.parametrize("device", PRODUCT_DEVICES)

@@ -95,7 +95,7 @@ Three run_into(const Call& call, Three to, const Two& quantized) {
   arguments.weight_dtype = dtype_of(parameter);
   arguments.centered = call.centered;
   arguments.eps = call.eps;
-  arguments.weight_offset = call.offset;
+  arguments.weight_offset = call.offset == 0 ? -0.0 : call.offset;  // adds nothing to -0, either
   arguments.rounds_normalized = call.round == NormRounding::input;
   arguments.rows = rows;
   arguments.columns = columns;

@@ -30,36 +30,122 @@ __device__ __forceinline__ void largest_of_lanes(float (&values)[kCount]) {
   }
 }
 
-/// Rounds kItems vectors to E4M3 and calls store(k, bytes, scale) for each of them. Vector k of
-/// 128 / kSide adjacent lanes is a block; elements outside of the row are 0. All lanes of a warp
-/// call it.
-template <class T, int kSide, int kItems, class Store>
-__device__ __forceinline__ void quantize_vectors(const Vec<T, kSide> (&items)[kItems],
-                                                 const Store& store) {
-  float most[kItems];
-  const auto measure = [&](bool only_finite) {
+/// Vectors of a row that the lanes of a warp round to E4M3: vector k of kLanes adjacent lanes is a
+/// block. All lanes of a warp call the functions.
+///
+/// The blocks are reduced together. A step exchanges words, each the largest magnitude of a block
+/// or, in half precision, of two. A lane sends half of its words, and has half of the blocks
+/// afterwards, from twice as many lanes:
+///
+///   lanes           0 to 3   4 to 7   8 to 11  12 to 15
+///   words at first  0 1 2 3  0 1 2 3  0 1 2 3  0 1 2 3
+///   step 1          0 1      0 1      2 3      2 3
+///   step 2          0        1        2        3
+///
+/// Then each word is reduced over its lanes. One lane computes the scale of a block, and the others
+/// read it.
+template <class T, int kSide, int kItems>
+class LaneBlocks {
+  static constexpr int kLanes = kScaledElements / kSide;
+  static constexpr int kInWord = static_cast<int>(sizeof(uint32_t) / sizeof(T));
+  static constexpr int kWords = kItems / kInWord;
+  static constexpr int kPerWord = kLanes / kWords;  // lanes that have the same word at last
+  static_assert(kPerWord >= kInWord && kItems % kInWord == 0, "a lane for each block");
+  using Word = Vec<T, kInWord>;
+
+ public:
+  using Items = Vec<T, kSide>[kItems];
+
+  /// The block whose scale quantize() returns to this lane.
+  static __device__ __forceinline__ int own() {
+    return lane() / kPerWord * kInWord + lane() % kInWord;
+  }
+  /// Whether no lane before this one has the same block.
+  static __device__ __forceinline__ bool is_first() { return lane() % kPerWord < kInWord; }
+
+  /// Rounds the vectors with has(k), and calls store(k, bytes) for each of them; the elements of
+  /// other vectors count as 0. Returns the scale of block own().
+  ///
+  /// Infinities are replaced before, in a loop that few rows need: beside the conversion, the
+  /// compiler would issue its instructions for every element instead of branching around them.
+  template <class Has, class Store>
+  static __device__ __forceinline__ float quantize(Items& items, const Has& has,
+                                                   const Store& store) {
+    float most = own_magnitude(items, has);
+    if (__any_sync(kAllLanes, __float_as_uint(most) == kInfinity)) {
+#pragma unroll
+      for (int k = 0; k < kItems; ++k) {
+#pragma unroll
+        for (int i = 0; i < kSide; ++i) {
+          T& element = items[k].lane[i];
+          element = device::convert<T>(without_infinity(widen(element)));
+        }
+      }
+      most = own_magnitude(items, has);
+    }
+    const uint32_t exponent = fp8_scale_exponent(__float_as_uint(most));
+    const float reciprocal = reciprocal_of(exponent);
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {
       float value[kSide];
       device::widen(items[k], value);
-      most[k] = 0;
-#pragma unroll
-      for (int i = 0; i < kSide; ++i)
-        most[k] = larger(most[k], only_finite ? finite_magnitude(value[i]) : value[i]);
+      const int from = k / kInWord * kPerWord + k % kInWord;
+      const float factor = __shfl_sync(kAllLanes, reciprocal, from, kLanes);
+      const auto bytes = pack_all<kSide>(factor, false, [&](int i) { return value[i]; });
+      if (has(k)) store(k, bytes);
     }
-  };
-  measure(false);
-  const bool infinite = __any_sync(kAllLanes, any_infinite(most));
-  if (infinite) measure(true);
-  largest_of_lanes<kScaledElements / kSide>(most);
-#pragma unroll
-  for (int k = 0; k < kItems; ++k) {
-    const uint32_t exponent = fp8_scale_exponent(__float_as_uint(most[k]));
-    float value[kSide];
-    device::widen(items[k], value);
-    store(k, pack_all<kSide>(reciprocal_of(exponent), infinite, [&](int i) { return value[i]; }),
-          scale_of(exponent));
+    return scale_of(exponent);
   }
-}
+
+ private:
+  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % kLanes; }
+
+  /// The largest magnitude of block own(); NaN does not count.
+  template <class Has>
+  static __device__ __forceinline__ float own_magnitude(const Items& items, const Has& has) {
+    Vec<T, kItems> largest;
+#pragma unroll
+    for (int k = 0; k < kItems; ++k)
+      largest.lane[k] = has(k) ? largest_magnitude(items[k]) : T(0.0f);
+    uint32_t most[kWords];
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) most[i] = reinterpret_cast<const uint32_t*>(&largest)[i];
+    int offset = kLanes / 2;
+#pragma unroll
+    for (int words = kWords / 2; words > 0; words /= 2, offset /= 2) {
+      const bool is_upper = (lane() & offset) != 0;
+#pragma unroll
+      for (int i = 0; i < words; ++i) {
+        const uint32_t low = most[i], high = most[words + i];
+        const uint32_t sent = is_upper ? low : high;
+        most[i] = larger_word(is_upper ? high : low, __shfl_xor_sync(kAllLanes, sent, offset));
+      }
+    }
+#pragma unroll
+    for (; offset > 0; offset /= 2)
+      most[0] = larger_word(most[0], __shfl_xor_sync(kAllLanes, most[0], offset));
+    float each[kInWord];
+    device::widen(reinterpret_cast<const Word&>(most[0]), each);
+    return lane() % kInWord == 0 ? each[0] : each[kInWord - 1];
+  }
+
+  static __device__ __forceinline__ T largest_magnitude(const Vec<T, kSide>& item) {
+    constexpr uint32_t kMagnitudes = kInWord == 1 ? kMagnitude : 0x7fff7fffu;
+    uint32_t most = 0;
+#pragma unroll
+    for (int i = 0; i < kSide / kInWord; ++i)
+      most = larger_word(most, reinterpret_cast<const uint32_t*>(&item)[i] & kMagnitudes);
+    const Word& each = reinterpret_cast<const Word&>(most);
+    const Vec<T, 1> first{each.lane[0]}, last{each.lane[kInWord - 1]};
+    return device::elementwise_max(first, last).lane[0];
+  }
+
+  /// The elementwise maximum of two words; NaN only if both are NaN.
+  static __device__ __forceinline__ uint32_t larger_word(uint32_t a, uint32_t b) {
+    const Word most =
+        device::elementwise_max(reinterpret_cast<const Word&>(a), reinterpret_cast<const Word&>(b));
+    return reinterpret_cast<const uint32_t&>(most);
+  }
+};
 
 }  // namespace torchkiln::fp8

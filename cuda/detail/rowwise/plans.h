@@ -55,6 +55,17 @@ inline TeamShape make_team(int64_t threads, int block_threads, int shared_thread
   return {in_block, log_threads, log_blocks, shared_threads / in_block};
 }
 
+/// make_team() for kernels in which only teams of up to a warp share a block.
+inline TeamShape make_row_team(int64_t threads, int block_threads, int max_blocks) {
+  constexpr int kSmallBlock = 128;  // of teams that share it
+  return make_team(threads, block_threads, threads <= kWarpLanes ? kSmallBlock : 0, max_blocks);
+}
+
+/// The most blocks of a cluster on this device.
+inline int most_cluster_blocks(const Device& device) {
+  return device.runs_90_code ? kMaxClusterBlocks : 1;
+}
+
 /// Shared memory through which a team's warps exchange values. Two halves alternate, so that one
 /// barrier per exchange is enough: a warp can write a half again only after every warp has
 /// published the following exchange, and thus has read this one.
@@ -86,13 +97,10 @@ struct RowPlan {
 /// ones exchange less.
 inline std::optional<RowPlan> make_row_plan(int64_t vectors, int64_t min_threads, int streams,
                                             int cluster_threads, const Device& device) {
-  // Block size of teams that share a block.
-  constexpr int kSmallBlock = 128;
-  const int max_blocks = device.runs_90_code ? kMaxClusterBlocks : 1;
+  const int max_blocks = most_cluster_blocks(device);
   const auto plan = [&](int items, int block, int blocks) -> std::optional<RowPlan> {
     const int64_t threads = std::max(ceil_div(vectors, items), min_threads);
-    const RowPlan found{make_team(threads, block, threads <= kWarpLanes ? kSmallBlock : 0, blocks),
-                        items};
+    const RowPlan found{make_row_team(threads, block, blocks), items};
     if (found.team.size() < threads) return std::nullopt;
     return found;
   };

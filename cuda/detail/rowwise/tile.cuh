@@ -10,7 +10,12 @@ using namespace device;
 
 /// kItems vectors of a row per thread. Vectors of unaligned rows may be partial; only RowPipeline
 /// reads and writes partial vectors.
-template <class Access_, int kItems_>
+///
+/// The items of a thread are as many vectors apart as the team has threads or, if kGroup is not 0,
+/// kGroup vectors. Then a group of kGroup threads has adjacent vectors of the row, and one register
+/// holds the addresses of all items: the distances are constants of the instructions. kWhole: a
+/// thread has all of its items or none, so that they share a predicate, too.
+template <class Access_, int kItems_, int kGroup_ = 0, bool kWhole_ = false>
 class RowTile {
  public:
   using Access = Access_;
@@ -19,19 +24,23 @@ class RowTile {
   static constexpr int kItems = kItems_;
   static constexpr int kVectors = kItems;
   static constexpr int kLanes = Access::kLanes;
+  static constexpr int kGroup = kGroup_;
+  static constexpr bool kWhole = kWhole_;
 
   __device__ __forceinline__ RowTile(const void* row, int columns, int rank, int size)
       : RowTile(Access(row, columns), rank, size) {}
   __device__ __forceinline__ RowTile(const Access& access, int rank, int size)
-      : access_(access), column_(access.column(rank)), step_(size * kLanes) {}
+      : access_(access), column_(access.column(first_vector(rank))), step_(size * kLanes) {}
 
   __device__ __forceinline__ const Access& access() const { return access_; }
   /// How many lanes of item k can belong to a row.
   static __device__ constexpr int lanes(int) { return kLanes; }
   /// The column of the first lane of item k.
-  __device__ __forceinline__ int column(int k) const { return column_ + k * step_; }
+  __device__ __forceinline__ int column(int k) const { return column_ + k * step(); }
   /// Whether any lane, or the given lane, of item k belongs to the row.
-  __device__ __forceinline__ bool has_any(int k) const { return column(k) < access_.columns; }
+  __device__ __forceinline__ bool has_any(int k) const {
+    return column(kWhole ? 0 : k) < access_.columns;
+  }
   __device__ __forceinline__ bool has(int k, int) const {
     static_assert(Access::kAligned, "lanes of other rows are tested one by one");
     return has_any(k);
@@ -40,20 +49,34 @@ class RowTile {
   /// How many elements of the row belong to a group of `lanes` adjacent threads, in which this
   /// thread has index `lane`.
   __device__ __forceinline__ int count_of_lanes(int lane, int lanes) const {
-    int count = 0;
+    if constexpr (kGroup > 0) {  // `lanes` are whole groups
+      const int first = column_ - first_vector(lane) * kLanes;
+      return max(min(access_.columns - first, lanes * kItems * kLanes), 0);
+    } else {
+      int count = 0;
 #pragma unroll
-    for (int k = 0; k < kItems; ++k) {
-      const int first = column(k) - lane * kLanes;
-      count += max(min(first + lanes * kLanes, access_.columns) - max(first, 0), 0);
+      for (int k = 0; k < kItems; ++k) {
+        const int first = column(k) - lane * kLanes;
+        count += max(min(first + lanes * kLanes, access_.columns) - max(first, 0), 0);
+      }
+      return count;
     }
-    return count;
   }
 
   /// Loads the items of a row. Lanes outside the row are set to `outside`.
   __device__ __forceinline__ void load(const T* row, Item (&items)[kItems],
                                        T outside = T(0.0f)) const {
     static_assert(Access::kAligned, "vectors that belong to a row in part");
-    access_.load(row, column_, step_, items, outside, true);
+    if constexpr (kGroup > 0) {
+      const T* const own = row + column_;
+#pragma unroll
+      for (int k = 0; k < kItems; ++k) {
+        fill(items[k], outside);
+        if (has_any(k)) items[k] = load_vector<kLanes>(own + k * step());
+      }
+    } else {
+      access_.load(row, column_, step_, items, outside, true);
+    }
   }
 
   /// Prefetches the items that load() will read into L2.
@@ -64,11 +87,16 @@ class RowTile {
     }
   }
 
-  /// Parameters of item k. Branch-free: a thread without item k loads column 0 and ignores it.
+  /// Parameters of item k. Branch-free: a thread without item k loads those of another item, and
+  /// ignores them.
   template <class C, class W>
   __device__ __forceinline__ void load_parameters(int k, const W* parameters,
                                                   C (&values)[kLanes]) const {
-    access_.load_parameters(has_any(k) ? column(k) : 0, parameters, values);
+    if constexpr (kWhole) {
+      access_.load_parameters(has_any(k) ? column_ : 0, parameters + k * step(), values);
+    } else {
+      access_.load_parameters(has_any(k) ? column(k) : 0, parameters, values);
+    }
   }
 
   /// Stores item k of a row of results if `enabled`.
@@ -78,13 +106,22 @@ class RowTile {
     static_assert(Access::kAligned, "vectors that belong to a row in part");
     if constexpr (kLanes > 1) {
       T* own = row + column_;
-      store_if(enabled && has_any(k), own + k * step_, values);
+      store_if(enabled && has_any(k), own + k * step(), values);
     } else if (enabled && has_any(k)) {
       access_.save(row, column(k), values);
     }
   }
 
  private:
+  static __device__ __forceinline__ int first_vector(int rank) {
+    if constexpr (kGroup == 0) {
+      return rank;
+    } else {
+      return rank / kGroup * (kGroup * kItems) + rank % kGroup;
+    }
+  }
+  __device__ __forceinline__ int step() const { return kGroup > 0 ? kGroup * kLanes : step_; }
+
   Access access_;
   int column_;
   int step_;

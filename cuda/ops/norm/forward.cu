@@ -24,7 +24,8 @@
 namespace torchkiln::cuda {
 namespace {
 
-Status launch(const Norm& p, const OnePassPlan& plan, Allocate, CUstream_st* stream) {
+template <class Plan>  // OnePassPlan or QuantizedPlan
+Status launch(const Norm& p, const Plan& plan, Allocate, CUstream_st* stream) {
   return dispatch_floating(p.dtype, [&](auto tag) {
     return NormForwardByDtype<typename decltype(tag)::type>::launch(p, plan, stream);
   });

@@ -50,17 +50,28 @@ __device__ __forceinline__ void prefetch_parameters(const Norm& p, const Tile& t
   }
 }
 
-/// Whether a quantised result is written from this tile: plan_quantized() chooses it.
+/// The tile of rows that are quantised: a group of threads has kManyItems adjacent blocks of
+/// kScaledElements columns.
+template <class T, bool kWhole>
+using QuantizedTile = RowTile<RowVectors<T, kVectorLanes<T>, true>, kManyItems,
+                              kScaledElements / kVectorLanes<T>, kWhole>;
+
+/// Whether rows of this tile have QuantizedPlan::is_plain.
 template <class Tile>
-inline constexpr bool kQuantizes = false;
+inline constexpr bool is_plain = false;
 template <class T>
-inline constexpr bool kQuantizes<RowTile<RowVectors<T, kVectorLanes<T>, true>, kFewItems>> =
-    sizeof(T) <= 4;
+inline constexpr bool is_plain<QuantizedTile<T, true>> = true;
+
+/// The most threads of a block, and blocks per SM.
+template <bool kQuantized>
+inline constexpr int kThreads = kQuantized ? kQuantizedThreads : kRowThreads;
+template <class Tile, bool kQuantized>
+inline constexpr int kBlocks = kQuantized ? kQuantizedBlocks : kRowBlocks<Tile>;
 
 /// A team reads a row into registers, computes mean and variance, and writes the result. W: the
 /// type of weight and, for layer norm, bias; void if one of them is missing.
 template <class Tile, class W, bool kCentered, bool kQuantized>
-__global__ void __launch_bounds__(kRowThreads, kRowBlocks<Tile>)
+__global__ void __launch_bounds__(kThreads<kQuantized>, kBlocks<Tile, kQuantized>)
     norm_rows(Norm p, TeamShape shape) {
   using T = typename Tile::T;
   using C = Compute<T>;
@@ -68,6 +79,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Tile>)
   constexpr int kItems = Tile::kItems;
   constexpr int kPublished = kCentered ? (sizeof(T) > 2 ? 4 : 3) : 1;
   constexpr bool kAffine = !std::is_void_v<W>;
+  constexpr bool kPlain = is_plain<Tile>;
   __shared__ TeamStorage<C, kPublished> storage;
   constexpr bool kPrefetches = kAffine && Tile::kVectors <= kFewItems;  // others would spill
   if (!kPrefetches) wait_for_previous_kernel();
@@ -232,30 +244,32 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Tile>)
       if constexpr (kCorrectsMean) z[i] -= remainder;
       z[i] *= rstd;
     }
-    round_normalized<T>(p, z);
+    if constexpr (!kPlain) round_normalized<T>(p, z);
 #pragma unroll
     for (int i = 0; i < Tile::lanes(k); ++i) {
-      if constexpr (kAffine) weight[i] += static_cast<C>(p.weight_offset);
+      if constexpr (kAffine && !kPlain) weight[i] += static_cast<C>(p.weight_offset);
       z[i] *= weight[i];
       if constexpr (kCentered) z[i] += bias[i];
     }
     if constexpr (kQuantized) {
-      const bool has = tile.has_any(k);
 #pragma unroll
-      for (int i = 0; i < kLanes; ++i) items[k].lane[i] = convert<T>(has ? z[i] : C(0));
+      for (int i = 0; i < kLanes; ++i) items[k].lane[i] = convert<T>(z[i]);
     } else {
       tile.save(inside, static_cast<T*>(p.y) + row * p.columns, k, z);
     }
   }
   if constexpr (kQuantized) {
     force_reconversion(items);
-    fp8::quantize_vectors(items, [&](int k, const auto& bytes, float scale) {
-      if (!tile.has_any(k)) return;
-      const int column = tile.column(k);
-      using Bytes = std::decay_t<decltype(bytes)>;
-      *reinterpret_cast<Bytes*>(p.data + row * p.columns + column) = bytes;
-      if (column % kScaledElements == 0) p.scale[column / kScaledElements * p.rows + row] = scale;
-    });
+    using Blocks = fp8::LaneBlocks<T, kLanes, kItems>;
+    uint8_t* const data = p.data + row * p.columns;
+    const float scale = Blocks::quantize(
+        items, [&](int k) { return tile.has_any(k); },
+        [&](int k, const auto& bytes) {
+          *reinterpret_cast<std::decay_t<decltype(bytes)>*>(data + tile.column(k)) = bytes;
+        });
+    const int block = tile.column(Blocks::own()) / kScaledElements;
+    if (inside && Blocks::is_first() && block * kScaledElements < p.columns)
+      p.scale[block * p.rows + row] = scale;
   }
 }
 
@@ -271,8 +285,10 @@ Status launch_one_pass(const Norm& p, const TeamShape& team, CUstream_st* stream
 
 template <class Tile, bool kQuantized>
 Status launch_with_parameters(const Norm& p, const TeamShape& team, CUstream_st* stream) {
-  if (p.weight == nullptr || (p.centered && p.bias == nullptr))
-    return launch_one_pass<Tile, void, kQuantized>(p, team, stream);
+  if constexpr (!is_plain<Tile>) {
+    if (p.weight == nullptr || (p.centered && p.bias == nullptr))
+      return launch_one_pass<Tile, void, kQuantized>(p, team, stream);
+  }
   return with_parameter_type<typename Tile::T>(p.weight_dtype, [&](auto parameter) {
     using W = typename decltype(parameter)::type;
     return launch_one_pass<Tile, W, kQuantized>(p, team, stream);
@@ -284,11 +300,20 @@ Status launch_with_parameters(const Norm& p, const TeamShape& team, CUstream_st*
 template <class T>
 Status NormForwardByDtype<T>::launch(const Norm& p, const OnePassPlan& plan, CUstream_st* stream) {
   return with_tile<T>(plan.alignment, plan.rows, [&](auto tag, const TeamShape& team) {
-    using Tile = typename decltype(tag)::type;
-    if constexpr (kQuantizes<Tile>)
-      if (p.data != nullptr) return launch_with_parameters<Tile, true>(p, team, stream);
-    return launch_with_parameters<Tile, false>(p, team, stream);
+    return launch_with_parameters<typename decltype(tag)::type, false>(p, team, stream);
   });
+}
+
+template <class T>
+Status NormForwardByDtype<T>::launch(const Norm& p, const QuantizedPlan& plan,
+                                     CUstream_st* stream) {
+  if constexpr (sizeof(T) <= 4) {
+    return plan.is_plain
+               ? launch_with_parameters<QuantizedTile<T, true>, true>(p, plan.team, stream)
+               : launch_with_parameters<QuantizedTile<T, false>, true>(p, plan.team, stream);
+  } else {
+    return {"float64 has no quantised form"};
+  }
 }
 
 }  // namespace torchkiln::cuda

@@ -11,6 +11,7 @@ namespace torchkiln::cuda {
 template <class T>
 struct NormForwardByDtype {
   static Status launch(const Norm& p, const OnePassPlan& plan, CUstream_st* stream);
+  static Status launch(const Norm& p, const QuantizedPlan& plan, CUstream_st* stream);
 };
 
 template <class T>
