@@ -84,14 +84,13 @@ class LaneBlocks {
       most = own_magnitude(items, has);
     }
     const uint32_t exponent = fp8_scale_exponent(__float_as_uint(most));
-    const float reciprocal = reciprocal_of(exponent);
+    const uint32_t reciprocal = fp8_reciprocal_bits(exponent);
+    const uint32_t own_factors = kInWord == 1 ? reciprocal : reciprocal | reciprocal >> 16;
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {
-      float value[kSide];
-      device::widen(items[k], value);
       const int from = k / kInWord * kPerWord + k % kInWord;
-      const float factor = __shfl_sync(kAllLanes, reciprocal, from, kLanes);
-      const auto bytes = pack_all<kSide>(factor, false, [&](int i) { return value[i]; });
+      const uint32_t factors = __shfl_sync(kAllLanes, own_factors, from, kLanes);
+      const auto bytes = scale_and_pack(items[k], factors);
       if (has(k)) store(k, bytes);
     }
     return scale_of(exponent);
@@ -127,6 +126,21 @@ class LaneBlocks {
     float each[kInWord];
     device::widen(reinterpret_cast<const Word&>(most[0]), each);
     return lane() % kInWord == 0 ? each[0] : each[kInWord - 1];
+  }
+
+  /// Rounds item * factor to E4M3. The factor is a power of two, so that the product is exact in
+  /// bfloat16, too, if it is not too small for E4M3: two products per instruction.
+  static __device__ __forceinline__ auto scale_and_pack(Vec<T, kSide> item, uint32_t factors) {
+    float factor = __uint_as_float(factors & 0xff800000u), value[kSide];
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      auto* const pairs = reinterpret_cast<__nv_bfloat162*>(&item);
+#pragma unroll
+      for (int i = 0; i < kSide / 2; ++i)
+        pairs[i] = __hmul2(pairs[i], reinterpret_cast<const __nv_bfloat162&>(factors));
+      factor = 1;
+    }
+    device::widen(item, value);
+    return pack_all<kSide>(factor, false, [&](int i) { return value[i]; });
   }
 
   static __device__ __forceinline__ T largest_magnitude(const Vec<T, kSide>& item) {
