@@ -20,6 +20,19 @@ Launch launch_of(const OnePassPlan& plan, const Norm& p) {
   return launch;
 }
 
+Launch launch_of(const QuantizedPlan& plan, const Norm& p) {
+  Launch launch = launch_of(OnePassPlan{{plan.team, kManyItems}, Alignment::vector}, p);
+  launch.kernel = "fp8 pass";
+  launch.why = QuantizedPlan::kWhy;
+  launch.most_threads = kQuantizedThreads;
+  launch.per_multiprocessor = kQuantizedBlocks;
+  return launch;
+}
+Launch launch_of(const std::optional<QuantizedPlan>& plan, const Norm& p) {
+  if (plan) return launch_of(*plan, p);
+  return {"two kernels", "No team holds rows of whole vectors: y is written and read again."};
+}
+
 Launch launch_of(const norm_slabs::SlabCall& call, const char* why) {
   Launch launch{"slabs", why};
   launch.blocks_x = call.plan.blocks;
@@ -136,6 +149,10 @@ void write_norms(const Gpu& gpu, int64_t rows, int64_t columns) {
                                               : (adds ? "add_rms_norm" : "rms_norm");
         const Norm p = forward(call, centered, adds);
         write(gpu, call, "norm forward", operands, p, cuda::choose(p, call.alignment, gpu.device));
+        if (call.dtype != Dtype::float64 && call.alignment == Alignment::vector) {
+          plans::write(gpu, call, "norm forward", (std::string(operands) + "_fp8").c_str(),
+                       launch_of(plan_quantized(p, gpu.device), p));
+        }
         const NormBackward q = backward(call, centered, adds);
         write(gpu, call, "norm backward", operands, q,
               norm_gradients::choose(q, call.alignment, gpu.device));

@@ -99,9 +99,11 @@ inline constexpr int kQuantizedBlocks = 3;
 
 /// Rows in the registers of teams, which also quantise them.
 struct QuantizedPlan {
+  static constexpr const char* kWhy =
+      "A team holds the row, and quantises it: more vectors per thread, fewer instructions.";
   TeamShape team;
-  // Whether each thread has all of its columns or none, and the parameters have no options: 15 %
-  // fewer instructions.
+  // Whether each thread has all of its columns or none, and the parameters have no options: fewer
+  // instructions.
   bool is_plain;
 };
 
