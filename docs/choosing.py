@@ -137,27 +137,36 @@ def cell(line: Sequence[Launch]) -> str:
     return ", ".join([*words, groups[-1][0]])
 
 
+def operands_of(names: Iterable[str]) -> str:
+    """Operands, the names of functions as code."""
+    return ", ".join(f"`{name}`" if name.isidentifier() else name for name in names)
+
+
 def table(cells: dict[Line, str]) -> Iterator[str]:
-    """A table of an op. Lines and GPUs with the same cells share a line and a column."""
+    """A table of an op. Lines and GPUs with the same cells share a line and a column.
+
+    The cells that most lines have are those of the last line, which is for all other rows.
+    """
     op = next(iter(cells)).op
     rows = list(dict.fromkeys(line[1:4] for line in cells))
-    gpus = list(dict.fromkeys(line.gpu for line in cells))
-
-    def column(gpu: str) -> tuple[str, ...]:
-        return tuple(cells[Line(op, *row, gpu)] for row in rows)
-
     columns: dict[tuple[str, ...], list[str]] = {}
-    for gpu in gpus:
-        columns.setdefault(column(gpu), []).append(gpu)
-    lines: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
-    for index, (operands, dtype, alignment) in enumerate(rows):
-        texts = tuple(texts[index] for texts in columns)
-        lines.setdefault((dtype, alignment, texts), []).append(operands)
+    for gpu in dict.fromkeys(line.gpu for line in cells):
+        columns.setdefault(tuple(cells[Line(op, *row, gpu)] for row in rows), []).append(gpu)
+    alike: dict[tuple[str, ...], dict[tuple[str, str], list[str]]] = {}
+    for (operands, dtype, alignment), *texts in zip(rows, *columns, strict=True):
+        alike.setdefault(tuple(texts), {}).setdefault((dtype, alignment), []).append(operands)
+    usual = max(reversed(alike), key=lambda texts: sum(map(len, alike[texts].values())))
     yield "| rows of | dtype, alignment | " + " | ".join(map(", ".join, columns.values())) + " |"
     yield "|---|---|" + "---|" * len(columns)
-    for (dtype, alignment, texts), own in lines.items():
-        names = ", ".join(f"`{name}`" if name.isidentifier() else name for name in own)
-        yield f"| {names} | {dtype}, {alignment} | " + " | ".join(texts) + " |"
+    for texts, kinds in alike.items():
+        lines: dict[tuple[str, ...], list[str]] = {}
+        for kind, names in kinds.items():
+            lines.setdefault(tuple(names), []).append(", ".join(kind))
+        for names, own in lines.items() if texts != usual else ():
+            yield " | ".join([f"| {operands_of(names)}", "; ".join(own), *texts]) + " |"
+    operands = operands_of(dict.fromkeys(row[0] for row in rows))
+    rest = ("the others", "") if len(alike) > 1 else (operands, "all")
+    yield " | ".join([f"| {rest[0]}", rest[1], *usual]) + " |"
 
 
 def tables(program: Path) -> str:
