@@ -147,7 +147,7 @@ struct InPlace {
   static Tensor& kernel(Tensor& x) {
     check(x);
     if (x.dim() > kMaxRank && !x.is_non_overlapping_and_dense()) {
-      x.copy_(Function<Act>::kernel(x));  // the layout holds kMaxRank strides
+      x.copy_(Function<Act>::kernel(x));  // more strides than a layout holds
     } else {
       run_activation(name_of_op<InPlace>(), kActivation<Act>, x, x);
     }

@@ -57,7 +57,8 @@ def test_a_bias_that_changes_after_it_was_added() -> None:
     model, (x, labels) = made(Model)
     expected = model(x)[0]
     with torch.no_grad():
-        torch.testing.assert_close(model(x, changes=True)[0], expected)  # no loss: nothing waits
+        # Without a loss nothing is deferred.
+        torch.testing.assert_close(model(x, changes=True)[0], expected)
         with pytest.raises(RuntimeError, match="an input that has changed"):
             model(x, labels, changes=True)
 

@@ -22,7 +22,7 @@ inline at::Tensor counted_rows(const char* op, const at::Tensor& x, const at::Te
   return is_mask ? rows.reshape({-1}).nonzero().squeeze(-1) : rows;
 }
 
-/// Numbers of these rows, among zeros for the others.
+/// A tensor of this shape with the numbers `found` at `rows`, and zeros at all other rows.
 inline at::Tensor among_zeros(const at::Tensor& found, const at::Tensor& rows,
                               c10::SymIntArrayRef shape) {
   const at::Tensor all = at::zeros_symint({c10::multiply_integers(shape)}, found.options());

@@ -122,7 +122,8 @@ std::tuple<Tensor, Tensor> recorded_forward(const Below& below, const Call& call
         }
         Tensor factor;
         const void* divisor = nullptr;
-        // Without class weights the divisor is 0 only if no row counts, and scaled() divides.
+        // scaled() returns 0 for a divisor of 0, which is right without class weights: then the
+        // divisor is the number of rows that count.
         if (options.reduction == LossReduction::mean && !factors.defined() &&
             Below(detail::keys_of(in[0], state, found[0], found[1], found[2])).is_plain()) {
           factor = in[0].to(state.scalar_type());

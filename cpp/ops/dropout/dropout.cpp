@@ -274,7 +274,8 @@ struct WithState {
   }
 };
 
-/// The functions of both ops. A tracer or a mode gets two ops, of which only State is random.
+/// The functions of dropout_add and bias_dropout_add. In a trace or under a mode such an op is two:
+/// State draws the random numbers, WithState computes.
 template <class Arguments>
 struct DropoutOp {
   static constexpr bool kRandom = true;

@@ -31,9 +31,9 @@ inline constexpr int kBackwardElementBlocks = 3;  // backward, single elements o
 inline constexpr int kResidentBlocks = 2;
 static_assert(kBackwardBlocks == kResidentBlocks, "choose() makes one plan for both");
 
-/// Shared memory of a block for the vectors in flight. An SM of 9.0 holds three blocks of the
-/// outputs, not four: with more, blocks would gather on the SMs that finish the previous kernel
-/// first.
+/// Shared memory of a block for the vectors in flight. It limits an SM of 9.0 to kOutputBlocks
+/// blocks of the pass that writes outputs. If four fit, the SMs that finish the previous kernel
+/// first take too many of the blocks.
 inline constexpr int kRingBytes = 64 * 1024;
 
 /// Fewest planes of a channel that are folded to rows of all channels. Partial sums take up to 24

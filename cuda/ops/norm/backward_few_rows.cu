@@ -171,7 +171,7 @@ __device__ __forceinline__ void add_terms(const NormBackward& p, int64_t row, in
   }
 }
 
-/// Rows of add_terms(), as many as the registers hold.
+/// Rows that add_terms() reads together; with more, registers would spill.
 template <class T, int kLanes>
 inline constexpr int kTermRows = kLanes == 1 && sizeof(T) < 8 ? 4 : 2;
 

@@ -89,7 +89,7 @@ struct TransposedAccess {
     __syncthreads();
     return place;
   }
-  /// The loads of all inputs are in flight together: the first write to shared memory waits.
+  /// Issues the loads of all inputs before the first write to shared memory, which waits for them.
   template <size_t... K>
   __device__ __forceinline__ void stage_each(Stage& staged, Place& place,
                                              std::index_sequence<K...>) const {

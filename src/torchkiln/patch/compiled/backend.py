@@ -90,7 +90,7 @@ def compiler_of(then: str, mode: str | None, options: dict[str, Any]) -> Callabl
 
 
 def rewritten(module: fx.GraphModule, choice: Choice) -> fx.GraphModule:
-    """The module, whose graph gets the ops that are found."""
+    """Puts the ops that are found into the graph of the module, and returns the module."""
     before = copy.deepcopy(module.graph)
     facts = Facts(module.graph)
     if facts.mode is None:

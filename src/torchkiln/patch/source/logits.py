@@ -102,7 +102,7 @@ class Logits:
         return self.to(torch.float32)
 
     def to(self, *args: Any, **options: Any) -> Any:
-        """In another dtype, or on the device where it is."""
+        """In another dtype. A conversion to its own device changes nothing."""
         if not options and len(args) == 1:
             if args[0] == self.device:
                 return self
@@ -111,7 +111,7 @@ class Logits:
         return self.tensor().to(*args, **options)
 
     def contiguous(self) -> Logits:
-        """The same values."""
+        """Recorded like every other step: the result has the same values."""
         return self.after("contiguous")
 
     def view(self, *shape: Any) -> Any:
