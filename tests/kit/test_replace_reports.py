@@ -28,15 +28,14 @@ def test_report_as_text_and_json() -> None:
         "now",
         "same",
         "error",
-        "was",
-        "->",
-        "now",
+        "from",
+        "float64",
         "outcome",
     ]
     assert second.startswith("2 ")
     assert second.endswith("replaced")
     assert third.endswith("kept: torch's product is as fast")
-    assert last == "2 of 3 modules replaced"
+    assert last == "2 of 3 modules replaced; undo() of the report takes them back"
     assert repr(report) == str(report)
     assert report._repr_html_().startswith("<table><tr><th>modules</th>")
     assert json.loads(report.to_json()) == report.as_dict()

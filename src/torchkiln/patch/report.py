@@ -13,7 +13,7 @@ from torch import nn
 
 from torchkiln import _report
 
-HEAD = ("modules", "was", "now", "same", "error was -> now", "us was -> now", "outcome")
+HEAD = ("modules", "was", "now", "same", "error from float64", "us was -> now", "outcome")
 
 
 @dataclass
@@ -170,7 +170,8 @@ class Report(_report.Report, Mapping[str, Replacement]):
         times = ""
         if self.seconds_was is not None and self.seconds_now is not None:
             times = f"; model: {self.seconds_was * 1e3:.4g} -> {self.seconds_now * 1e3:.4g} ms"
-        return f"{len(self.changed)} of {len(self)} {self._things} {done}{times}"
+        undo = "; undo() of the report takes them back" if self.changed and not self.dry_run else ""
+        return f"{len(self.changed)} of {len(self)} {self._things} {done}{times}{undo}"
 
     def __str__(self) -> str:
         lines = self._table()
