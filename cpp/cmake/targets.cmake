@@ -45,12 +45,14 @@ function(torchkiln_target_defaults target)
   # Compression reduces the machine code to an eighth, without a measurable cost at run time. Wheels use the slower mode,
   # which reduces it to a twelfth.
   set(compress -Xfatbin=-compress-all $<$<BOOL:${TORCHKILN_TORCHES}>:--compress-mode=size>)
+  # Error messages name files of the source, not folders of the machine that built the wheel.
+  set(names "-ffile-prefix-map=${PROJECT_SOURCE_DIR}/=")
   # clang has no pragma ivdep. Where it cannot prove that memory is not shared, it checks at run time.
   set(clang "$<$<CXX_COMPILER_ID:Clang>:-Wno-unknown-pragmas>")
   target_compile_options(
     ${target}
     PRIVATE
-      "$<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;${clang};${werror}>"
+      "$<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;${names};${clang};${werror}>"
       "$<$<COMPILE_LANGUAGE:CUDA>:${nvcc_werror};${compress};-Xcompiler=-Wall,-Wextra>"
   )
   if(TORCHKILN_SANITIZE)
