@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
+import itertools
 import sys
 import time
 from collections.abc import Callable, Collection
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from torchkiln.bench.clock import Times, device_clock, in_turns
 from torchkiln.bench.report import duration
+from torchkiln.cli.options import json_lines
 from torchkiln.testing.environment import environment
 
 SECONDS = 3.0
@@ -59,15 +60,17 @@ def ceiling(topic: Topic, inputs: tuple[Any, ...], device: str) -> tuple[str, Ca
     return "copy", partial(Tensor.copy_, target, source)
 
 
-def measure(topic: Topic, wrong: Collection[str], device: str) -> dict[str, Any]:
-    """The times of a topic, without its wrong steps."""
+def measure(topic: Topic, wrong: Collection[str], device: str) -> list[dict[str, Any]]:
+    """The times of a topic without its wrong steps, those of the ceiling first."""
     inputs = topic.inputs(topic.large, topic.dtypes[0], device)
     name, best = ceiling(topic, inputs, device)
     steps = [step for step in topic.steps if key(step) not in wrong]
     calls = {name: best} | {step.idea: partial(step.run, *inputs) for step in steps}
     found = in_turns(device_clock(torch.device(device)), calls, SECONDS, ROUNDS)
-    times = {call: dataclasses.asdict(Times.of(values)) for call, values in found.items()}
-    return {"ceiling": {"name": name, **times.pop(name)}, "steps": times}
+    return [
+        {"topic": topic.name, "call": call, **dataclasses.asdict(Times.of(values))}
+        for call, values in found.items()
+    ]
 
 
 def main() -> int:
@@ -87,19 +90,18 @@ def main() -> int:
             print(f"not measured: {name}: {reason}", file=sys.stderr)
         if options.check:
             return bool(wrong)
-        topics = {topic.name: measure(topic, wrong, "cuda") for topic in TOPICS}
+        topics = [measure(topic, wrong, "cuda") for topic in TOPICS]
     here = environment(torch.device("cuda"))
     machine = str(dataclasses.replace(here, commit=None))
-    for name, found in topics.items():
-        best = found["ceiling"]
-        print(f"{name}: {best['name']} {duration(best['seconds'])}")
-        for idea, times in found["steps"].items():
-            share = best["seconds"] / times["seconds"]
-            print(f"  {duration(times['seconds']):>10} {share:7.1%}  {idea}")
+    for best, *steps in topics:
+        print(f"{best['topic']}: {best['call']} {duration(best['seconds'])}")
+        for step in steps:
+            share = best["seconds"] / step["seconds"]
+            print(f"  {duration(step['seconds']):>10} {share:7.1%}  {step['call']}")
     print(f"{time.perf_counter() - begin:.0f} s, {machine}")
     if options.json:
-        found = {"machine": machine, "commit": here.commit, "topics": topics}
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        found = {"machine": machine, "commit": here.commit, "rows": list(itertools.chain(*topics))}
+        options.json.write_text(json_lines(found), encoding="utf-8")
     return bool(wrong)
 
 

@@ -360,18 +360,24 @@ def words_of(topic: Topic) -> str:
 
 
 def measured() -> Mapping[str, Any] | None:
-    """The results of the last run of learn_measure.py; None before the first."""
-    return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else None
+    """Seconds by topic and call, those of the ceiling first; None before learn_measure.py ran."""
+    if not RESULTS.is_file():
+        return None
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    topics: dict[str, dict[str, float]] = {}
+    for row in results["rows"]:
+        topics.setdefault(row["topic"], {})[row["call"]] = row["seconds"]
+    return {"machine": results["machine"], "topics": topics}
 
 
 def table(name: str, results: Mapping[str, Any] | None) -> str:
     """The steps of a topic in Markdown, with times once they were measured."""
     topic = next(topic for topic in TOPICS if topic.name == name)
-    found = None if results is None else results["topics"][name]
+    found: Mapping[str, float] | None = None if results is None else results["topics"][name]
     lines = [f"{words_of(topic)}."] if found is None else []
     if results is not None and found is not None:
-        ceiling = duration(found["ceiling"]["seconds"])
-        lines = [f"{words_of(topic)}: {ceiling}. {results['machine']}; medians."]
+        ceiling = next(iter(found.values()))
+        lines = [f"{words_of(topic)}: {duration(ceiling)}. {results['machine']}; medians."]
     columns = ("", " time | of the ceiling |")[found is not None]
     lines += ["", f"| | step | idea |{columns}", f"|---:|---|---|{'---:|---:|' * bool(found)}"]
     for number, step in enumerate(topic.steps, 1):
@@ -379,8 +385,8 @@ def table(name: str, results: Mapping[str, Any] | None) -> str:
         shown = step.file if step.is_shipped else Path(step.file).name
         line = f"| {'' if step.is_shipped else number} | [{shown}]({path}) | {step.idea} |"
         if found is not None:
-            seconds = found["steps"].get(step.idea, {}).get("seconds")
-            share = f"{found['ceiling']['seconds'] / seconds:.1%}" if seconds else ""
+            seconds = found.get(step.idea)
+            share = f"{ceiling / seconds:.1%}" if seconds else ""
             line += f" {duration(seconds) if seconds else ''} | {share} |"
         lines.append(line)
     return "\n".join(lines) + "\n"
