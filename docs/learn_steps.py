@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -359,6 +360,13 @@ def words_of(topic: Topic) -> str:
     return f"Size {shape}, {dtype}. The ceiling is {ceiling}"
 
 
+def rate(topic: Topic, seconds: float) -> str:
+    """What a call of that time moves, or computes if its ceiling is a product."""
+    if topic.moved is not None:
+        return f"{topic.moved(topic.large) / seconds / 1e9:.0f} GB/s"
+    return f"{2 * math.prod(topic.large) / seconds / 1e12:.1f} TFLOP/s"
+
+
 def measured() -> Mapping[str, Any] | None:
     """Seconds by topic and call, those of the ceiling first; None before learn_measure.py ran."""
     if not RESULTS.is_file():
@@ -378,15 +386,17 @@ def table(name: str, results: Mapping[str, Any] | None) -> str:
     if results is not None and found is not None:
         ceiling = next(iter(found.values()))
         lines = [f"{words_of(topic)}: {duration(ceiling)}. {results['machine']}; medians."]
-    columns = ("", " time | of the ceiling |")[found is not None]
-    lines += ["", f"| | step | idea |{columns}", f"|---:|---|---|{'---:|---:|' * bool(found)}"]
+    columns = ("", " time | rate | of the ceiling |")[found is not None]
+    lines += ["", f"| | step | idea |{columns}", f"|---:|---|---|{'---:|---:|---:|' * bool(found)}"]
     for number, step in enumerate(topic.steps, 1):
         path = f"../../cuda/{step.file}" if step.is_shipped else step.file
         shown = step.file if step.is_shipped else Path(step.file).name
         line = f"| {'' if step.is_shipped else number} | [{shown}]({path}) | {step.idea} |"
         if found is not None:
             seconds = found.get(step.idea)
-            share = f"{ceiling / seconds:.1%}" if seconds else ""
-            line += f" {duration(seconds) if seconds else ''} | {share} |"
+            cells = ("", "", "")
+            if seconds:
+                cells = duration(seconds), rate(topic, seconds), f"{ceiling / seconds:.1%}"
+            line += f" {' | '.join(cells)} |"
         lines.append(line)
     return "\n".join(lines) + "\n"

@@ -115,7 +115,9 @@ def test_times_need_results() -> None:
     }
     lines = table("norm", {"machine": "a GPU", "topics": topics}).splitlines()
     assert lines[0].endswith("100 us. a GPU; medians.")
-    assert [line.endswith("| 200 us | 50.0% |") for line in lines[4:]] == [True] * 6
+    assert [line.endswith("| 200 us | 1342 GB/s | 50.0% |") for line in lines[4:]] == [True] * 6
+    product = table("product", {"machine": "a GPU", "topics": topics}).splitlines()
+    assert product[4].endswith("| 200 us | 687.2 TFLOP/s | 50.0% |")
 
 
 def test_drawings_are_up_to_date() -> None:
