@@ -142,50 +142,53 @@ def operands_of(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" if name.isidentifier() else name for name in names)
 
 
-def table(cells: dict[Line, str]) -> Iterator[str]:
+def table(cells: dict[tuple[int, Line], str]) -> Iterator[str]:
     """A table of an op. Lines and GPUs with the same cells share a line and a column.
 
     The cells that most lines have are those of the last line, which is for all other rows.
     """
-    op = next(iter(cells)).op
-    rows = list(dict.fromkeys(line[1:4] for line in cells))
+    gpus = dict.fromkeys(line.gpu for _, line in cells)
+    rows = list(dict.fromkeys((count, line._replace(gpu="")) for count, line in cells))
     columns: dict[tuple[str, ...], list[str]] = {}
-    for gpu in dict.fromkeys(line.gpu for line in cells):
-        columns.setdefault(tuple(cells[Line(op, *row, gpu)] for row in rows), []).append(gpu)
-    alike: dict[tuple[str, ...], dict[tuple[str, str], list[str]]] = {}
-    for (operands, dtype, alignment), *texts in zip(rows, *columns, strict=True):
-        alike.setdefault(tuple(texts), {}).setdefault((dtype, alignment), []).append(operands)
+    for gpu in gpus:
+        column = tuple(cells[count, line._replace(gpu=gpu)] for count, line in rows)
+        columns.setdefault(column, []).append(gpu)
+    alike: dict[tuple[str, ...], dict[tuple[str, str], dict[str, list[str]]]] = {}
+    for index, (count, line) in enumerate(rows):
+        kinds = alike.setdefault(tuple(column[index] for column in columns), {})
+        found = kinds.setdefault((line.dtype, line.alignment), {})
+        found.setdefault(line.operands, []).append(f"{count:,}")
     usual = max(reversed(alike), key=lambda texts: sum(map(len, alike[texts].values())))
-    yield "| rows of | dtype, alignment | " + " | ".join(map(", ".join, columns.values())) + " |"
-    yield "|---|---|" + "---|" * len(columns)
+    yield "| rows | of | dtype, alignment | " + " | ".join(map(", ".join, columns.values())) + " |"
+    yield "|---:|---|---|" + "---|" * len(columns)
     for texts, kinds in alike.items():
-        lines: dict[tuple[str, ...], list[str]] = {}
-        for kind, names in kinds.items():
-            lines.setdefault(tuple(names), []).append(", ".join(kind))
-        for names, own in lines.items() if texts != usual else ():
-            yield " | ".join([f"| {operands_of(names)}", "; ".join(own), *texts]) + " |"
-    operands = operands_of(dict.fromkeys(row[0] for row in rows))
-    rest = ("the others", "") if len(alike) > 1 else (operands, "all")
-    yield " | ".join([f"| {rest[0]}", rest[1], *usual]) + " |"
+        lines: dict[tuple[str, str], list[str]] = {}
+        for kind, counted in kinds.items():
+            names: dict[str, list[str]] = {}
+            for operands, counts in counted.items():
+                names.setdefault("" if len(counts) == len(ROWS) else counts[0], []).append(operands)
+            for number, own in names.items():
+                lines.setdefault((number, operands_of(own)), []).append(", ".join(kind))
+        for first, others in lines.items() if texts != usual else ():
+            yield " | ".join([f"| {first[0]}", first[1], "; ".join(others), *texts]) + " |"
+    all_operands = operands_of(dict.fromkeys(line.operands for _, line in rows))
+    rest = ("the others", "") if len(alike) > 1 else (all_operands, "all")
+    yield " | ".join(["| ", *rest, *usual]) + " |"
 
 
 def tables(program: Path) -> str:
     """The tables of all families."""
     text: list[str] = []
     for op in dict.fromkeys(plan.op for plan in plans(program, [(1, 1)])):
-        found = {rows: windows(program, rows, op) for rows in ROWS}
-        kernels = {
-            p.kernel: p.why for of_rows in found.values() for ps in of_rows.values() for p in ps
+        found = {
+            (count, line): ends
+            for count in ROWS
+            for line, ends in windows(program, count, op).items()
         }
+        kernels = {plan.kernel: plan.why for ends in found.values() for plan in ends}
         text += [f"## {op}", "", "| kernel | why |", "|---|---|"]
         text += [f"| {kernel} | {why} |" for kernel, why in kernels.items()]
-        alike: dict[tuple[str, ...], list[str]] = {}
-        for rows, of_rows in found.items():
-            cells = {line: cell(ends) for line, ends in of_rows.items()}
-            alike.setdefault(tuple(table(cells)), []).append(f"{rows:,}")
-        for lines, counts in alike.items():
-            text += ["", f"{' and '.join(counts)} rows:", "", *lines]
-        text.append("")
+        text += ["", *table({row: cell(ends) for row, ends in found.items()}), ""]
     return "\n".join(text) + "\n"
 
 
