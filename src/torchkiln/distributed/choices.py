@@ -6,7 +6,7 @@ attributes; tensors have a shape and no values. ``Partial`` marks a part of a su
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -134,16 +134,14 @@ def add_norm(call: Call) -> Choices:
         yield [Shard(dim), Shard(dim)], {"x": Shard(dim), "residual": Shard(dim)}
 
 
-def norm_forward(call: Call) -> Choices:
-    """Rows; the results are the norm and the statistics [1 or 2, *rows]."""
-    for outputs, inputs in norm(call):
-        yield [*outputs, next_dim(outputs[0])], inputs
+def with_statistics(rows: Callable[[Call], Choices]) -> Callable[[Call], Choices]:
+    """The choices for an op that also returns statistics ``[1 or 2, *rows]``."""
 
+    def choices(call: Call) -> Choices:
+        for outputs, inputs in rows(call):
+            yield [*outputs, next_dim(outputs[0])], inputs
 
-def add_norm_forward(call: Call) -> Choices:
-    """Rows; the results are the norm, the sum, and the statistics."""
-    for outputs, inputs in add_norm(call):
-        yield [*outputs, next_dim(outputs[0])], inputs
+    return choices
 
 
 def norm_backward(call: Call) -> Choices:
@@ -374,7 +372,7 @@ CHOICES = {
     "_activation_backward": activation_backward,
     "add": add,
     "add_layer_norm": add_norm,
-    "_add_norm_forward": add_norm_forward,
+    "_add_norm_forward": with_statistics(add_norm),
     "add_rms_norm": add_norm,
     "bias_act": bias_act,
     "_bias_act_backward": bias_act_backward,
@@ -401,7 +399,7 @@ CHOICES = {
     "mlp": mlp,
     "muladd": muladd,
     "_norm_backward": norm_backward,
-    "_norm_forward": norm_forward,
+    "_norm_forward": with_statistics(norm),
     "qkv_norm_rope": qkv_norm_rope,
     "_qkv_norm_rope_backward": qkv_norm_rope_backward,
     "rms_norm": norm,

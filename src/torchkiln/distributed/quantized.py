@@ -9,7 +9,15 @@ from typing import Any
 
 from torch.distributed.tensor import Partial, Placement, Shard
 
-from torchkiln.distributed.choices import Call, Choices, add_norm, next_dim, norm, placed, rank
+from torchkiln.distributed.choices import (
+    Call,
+    Choices,
+    add_norm,
+    norm,
+    placed,
+    rank,
+    with_statistics,
+)
 
 BLOCK = 128
 """Elements with one scale in float8_e4m3fn."""
@@ -115,33 +123,21 @@ def norm_fp8(call: Call) -> Choices:
         yield [*outputs] * 3, inputs
 
 
-def norm_fp8_forward(call: Call) -> Choices:
-    """Rows; the results are those of :func:`norm_fp8`, and the statistics."""
-    for outputs, inputs in norm_fp8(call):
-        yield [*outputs, next_dim(outputs[0])], inputs
-
-
 def add_norm_fp8(call: Call) -> Choices:
     """Rows; the results are those of :func:`norm_fp8`, and the sum."""
     for outputs, inputs in add_norm(call):
         yield [*outputs, *outputs], inputs
 
 
-def add_norm_fp8_forward(call: Call) -> Choices:
-    """Rows; the results are those of :func:`add_norm_fp8`, and the statistics."""
-    for outputs, inputs in add_norm_fp8(call):
-        yield [*outputs, next_dim(outputs[0])], inputs
-
-
 CHOICES = {
     "add_layer_norm_fp8": add_norm_fp8,
-    "_add_norm_fp8_forward": add_norm_fp8_forward,
+    "_add_norm_fp8_forward": with_statistics(add_norm_fp8),
     "add_rms_norm_fp8": add_norm_fp8,
     "dequantize": dequantize,
     "_gated_fp8": gated_fp8,
     "layer_norm_fp8": norm_fp8,
     "linear_fp8": linear_fp8,
-    "_norm_fp8_forward": norm_fp8_forward,
+    "_norm_fp8_forward": with_statistics(norm_fp8),
     "quantize": quantize,
     "quantize_both": quantize_both,
     "quantize_weight": quantize_weight,

@@ -47,11 +47,8 @@ def geglu(
     """Returns ``gelu(gate) * up``, contiguous.
 
     Args:
-        gate: any shape; float32, float64, float16 or bfloat16. Half precision is computed in
-            float32 and rounded once. Without ``up`` the shape is ``[..., 2 * columns]``, the
-            halves of the last dimension are gate and up, and the result is ``[..., columns]``.
-        up: of the shape of ``gate``. The result has the wider dtype of the two; half precision and
-            float32 are read together, without a copy.
+        gate: as for :func:`swiglu`.
+        up: as for :func:`swiglu`.
         approximate: ``"none"``, or ``"tanh"`` for :func:`gelu_tanh`.
     """
     return geglu_tanh(gate, up) if is_tanh(approximate, "geglu") else _geglu(gate, up)

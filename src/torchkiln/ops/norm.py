@@ -82,13 +82,9 @@ def rms_norm(
         weight: of that shape; of the dtype of ``x``, or float32 if ``x`` has half precision.
         eps: a number of at least 0; None for ``torch.finfo(torch.float32).eps``, or for
             ``torch.finfo(torch.float64).eps`` if ``x`` is float64.
-        offset: a number that is added to ``weight``: 1.0 for models that store ``weight - 1``.
-            Ignored without a weight.
-        round: ``"once"``, or ``"input"`` to round the normalized rows to the dtype of ``x`` before
-            ``weight`` is applied, too, as models of Hugging Face and vLLM do. Gradients are those
-            without this rounding.
-        out: a contiguous tensor of the shape and dtype of ``x`` for the result, which may be ``x``;
-            for inference: the call has no gradient.
+        offset: as for :func:`layer_norm`.
+        round: as for :func:`layer_norm`.
+        out: as for :func:`layer_norm`.
     """
     shape = as_sizes(normalized_shape)
     if out is not None:
@@ -114,19 +110,10 @@ def add_layer_norm(  # noqa: PLR0917
 
     The sum is rounded to its dtype before it is normalized. Both results are differentiable.
 
-    Args:
-        x: ``[..., *normalized_shape]``; float32, float64, float16 or bfloat16.
-        residual: of the shape of ``x``. Both results have the wider dtype of the two; half
-            precision and float32 are read together, without a copy.
-        normalized_shape: the last sizes of ``x``, or the last one.
-        weight: of that shape; of the dtype of ``x``, or float32 if ``x`` has half precision.
-        bias: of the shape and dtype of ``weight``.
-        eps: a number of at least 0.
-        offset: a number that is added to ``weight``: 1.0 for models that store ``weight - 1``.
-            Ignored without a weight.
-        round: ``"once"``, or ``"input"`` to round the normalized rows to the dtype of the sum, too,
-            before ``weight`` is applied, as models of Hugging Face and vLLM do. Gradients are those
-            without this rounding.
+    ``x`` and ``residual`` are ``[..., *normalized_shape]``, float32, float64, float16 or bfloat16.
+    Both results have the wider dtype of the two; half precision and float32 are read together,
+    without a copy. The other arguments are those of :func:`layer_norm`, for the sum in place of
+    ``x``.
     """
     return torch.ops.torchkiln.add_layer_norm.default(
         x, residual, as_sizes(normalized_shape), weight, bias, eps, offset=offset, round=round
@@ -148,19 +135,10 @@ def add_rms_norm(
 
     The sum is rounded to its dtype before it is normalized. Both results are differentiable.
 
-    Args:
-        x: ``[..., *normalized_shape]``; float32, float64, float16 or bfloat16.
-        residual: of the shape of ``x``. Both results have the wider dtype of the two; half
-            precision and float32 are read together, without a copy.
-        normalized_shape: the last sizes of ``x``, or the last one.
-        weight: of that shape; of the dtype of ``x``, or float32 if ``x`` has half precision.
-        eps: a number of at least 0; None for ``torch.finfo(torch.float32).eps``, or for
-            ``torch.finfo(torch.float64).eps`` if the sum is float64.
-        offset: a number that is added to ``weight``: 1.0 for models that store ``weight - 1``.
-            Ignored without a weight.
-        round: ``"once"``, or ``"input"`` to round the normalized rows to the dtype of the sum, too,
-            before ``weight`` is applied, as models of Hugging Face and vLLM do. Gradients are those
-            without this rounding.
+    ``x`` and ``residual`` are ``[..., *normalized_shape]``, float32, float64, float16 or bfloat16.
+    Both results have the wider dtype of the two; half precision and float32 are read together,
+    without a copy. The other arguments are those of :func:`rms_norm`, for the sum in place of
+    ``x``.
     """
     return torch.ops.torchkiln.add_rms_norm.default(
         x, residual, as_sizes(normalized_shape), weight, eps, offset=offset, round=round

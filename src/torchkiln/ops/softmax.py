@@ -52,19 +52,8 @@ def log_softmax(
 ) -> Tensor:
     """Returns ``x * scale - log(sum(exp(x * scale)))``, the sum over ``dim``; contiguous.
 
-    Masked elements are -infinity with gradient 0. A row whose elements are all masked is NaN.
-
-    Args:
-        x: any shape; float32, float64, float16 or bfloat16. Half precision is computed in float32
-            and rounded once.
-        dim: the dimension that is summed over.
-        scale: a number that ``x`` is multiplied by.
-        mask: tensor on the device of ``x`` that broadcasts to its shape. If it is bool, elements
-            where it is False are masked. If it has a floating dtype, it is added to ``x * scale``,
-            in a pass more, and the result has the promoted dtype.
-        causal: whether elements ``[..., q, k]`` with ``k > q`` are masked; ``dim`` must be the last
-            of at least two dimensions. Can be combined with ``mask``.
-        dtype: if given, ``x`` is cast to it first.
+    Masked elements are -infinity with gradient 0. A row whose elements are all masked is NaN. The
+    arguments are those of :func:`softmax`.
     """
     return torch.ops.torchkiln.log_softmax.default(
         x, dim, scale=scale, mask=mask, causal=causal, dtype=dtype
