@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
-
-FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-
-
-def name(value: object) -> str:
-    return str(value).removeprefix("torch.")
-
-
-every_dtype = pytest.mark.parametrize("dtype", FLOATING, ids=name)
 
 
 def some(device: torch.device) -> tuple[Tensor, Tensor]:

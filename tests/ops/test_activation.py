@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from dtypes import every_dtype
 from torch import nn
 from torch.nn import functional as F
 
@@ -16,7 +17,6 @@ from torchkiln.testing.compare import Where, bits, require_values
 from torchkiln.testing.specs import FAMILIES
 from torchkiln.testing.specs.activation import FORMULAS
 
-FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 SPECS = FAMILIES["activation"]
 
 
@@ -24,7 +24,6 @@ def name(value: object) -> str:
     return value.name if isinstance(value, OpSpec) else str(value).removeprefix("torch.")
 
 
-every_dtype = pytest.mark.parametrize("dtype", FLOATING, ids=name)
 every_op = pytest.mark.parametrize("spec", SPECS, ids=name)
 
 

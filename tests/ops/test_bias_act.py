@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dtypes import HALF, every_dtype, name
 from torch import Tensor
 
 import torchkiln
@@ -17,21 +18,11 @@ from torchkiln.testing.contract.repeat import threads
 from torchkiln.testing.specs.activation import FORMULAS
 from torchkiln.typing import Activation
 
-FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-HALF = (torch.float16, torch.bfloat16)
-
-
-def name(value: object) -> str:
-    return str(value).removeprefix("torch.")
-
 
 def gradient(leaf: Tensor) -> Tensor:
     """The gradient that a backward has left."""
     assert leaf.grad is not None
     return leaf.grad
-
-
-every_dtype = pytest.mark.parametrize("dtype", FLOATING, ids=name)
 
 
 @every_dtype

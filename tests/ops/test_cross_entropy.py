@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from cross_entropies import every_dtype, gradient, name, some
+from cross_entropies import gradient, some
+from dtypes import every_dtype, name
 from torch import Tensor, nn
 
 import torchkiln

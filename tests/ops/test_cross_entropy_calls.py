@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from cross_entropies import every_dtype, gradient, name, some
+from cross_entropies import gradient, some
+from dtypes import every_dtype, name
 
 import torchkiln
 from torchkiln.testing.compare import bits

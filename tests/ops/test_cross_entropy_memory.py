@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cross_entropies import some
+from dtypes import every_dtype, name
 from torch import Tensor, nn
 
 import torchkiln
@@ -16,21 +18,6 @@ from torchkiln.testing.compare import bits
 from torchkiln.testing.specs import cross_entropy as contract
 from torchkiln.testing.specs.cross_entropy import probabilities
 from torchkiln.typing import Reduction
-
-FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-
-
-def name(value: object) -> str:
-    return str(value).removeprefix("torch.")
-
-
-every_dtype = pytest.mark.parametrize("dtype", FLOATING, ids=name)
-
-
-def some(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Logits that need a gradient, and classes."""
-    logits = torch.randn(9, 21, device=device, requires_grad=True)
-    return logits, torch.randint(21, (9,), device=device)
 
 
 def result(logits: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cross_entropies import some
 from torch import Tensor
 
 import torchkiln
@@ -14,12 +15,6 @@ from torchkiln.testing.specs.cross_entropy import probabilities
 from torchkiln.typing import Reduction
 
 CPU = torch.device("cpu")
-
-
-def some(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Logits that need a gradient, and classes."""
-    logits = torch.randn(9, 21, device=device, requires_grad=True)
-    return logits, torch.randint(21, (9,), device=device)
 
 
 def liked_by_torch(logits: Tensor, target: Tensor, reduction: str) -> tuple[Tensor, Tensor]:

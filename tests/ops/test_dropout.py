@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from dtypes import FLOATING
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -23,8 +24,6 @@ from torch.utils.checkpoint import (
 
 import torchkiln
 from torchkiln.testing.specs import FAMILIES
-
-FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def draw(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from dtypes import every_dtype, name
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -15,15 +16,7 @@ import torchkiln
 from torchkiln.testing.specs.cross_entropy import LINEAR_CROSS_ENTROPY
 from torchkiln.typing import Reduction
 
-FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 NAMES = ("x", "weight", "bias")
-
-
-def name(value: object) -> str:
-    return str(value).removeprefix("torch.")
-
-
-every_dtype = pytest.mark.parametrize("dtype", FLOATING, ids=name)
 
 
 def layer(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from dtypes import FLOATING
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -24,7 +25,6 @@ from torch.utils.checkpoint import (
 
 import torchkiln
 
-FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 OTHER = (torch.bool, torch.uint8, torch.int32, torch.int64)
 NUMBERS = (2, -0.5, True, 0, math.pi)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from dtypes import FLOATING, HALF, every_dtype
 from norms import every_op, name
 from torch import Tensor
 
@@ -18,14 +19,11 @@ from torchkiln.testing.contract.dispatch import Recorder
 from torchkiln.testing.contract.repeat import threads
 from torchkiln.testing.specs.norm import ADD_LAYER_NORM, LAYER_NORM
 
-FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-HALF = (torch.float16, torch.bfloat16)
 Norm = Callable[..., Tensor]
 PAIRS: list[tuple[Norm, Norm]] = [
     (torchkiln.layer_norm, F.layer_norm),
     (torchkiln.rms_norm, F.rms_norm),
 ]
-every_dtype = pytest.mark.parametrize("dtype", FLOATING, ids=name)
 both = pytest.mark.parametrize(("ours", "torchs"), PAIRS, ids=name)
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import torchkiln
+from torchkiln.testing.sample import FLOATING
 
 EPS = 1e-6
-FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 SHAPES = ((7, 13), (64, 128), (5, 1025), (3, 17001), (1, 200003))
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 every_dtype = pytest.mark.parametrize("dtype", FLOATING, ids=str)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import torchkiln
+from torchkiln.testing.sample import FLOATING
 
-FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 EPS = 1e-5
 
 # Rows that no cluster holds, fewer and more than the steps of one team, and more than 128: the rows

@@ -8,21 +8,17 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from dtypes import FLOATING, name
 
 import torchkiln
 from torchkiln.testing.compare import bits
 
-FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 OTHER = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 PAIRS = [
     (left, right)
     for left, right in product(FLOATING + OTHER, repeat=2)
     if left in FLOATING or right in FLOATING
 ]
-
-
-def name(value: object) -> str:
-    return str(value).removeprefix("torch.")
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda p: f"{name(p[0])}-{name(p[1])}")

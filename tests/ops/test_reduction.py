@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dtypes import FLOATING, every_dtype, name
 from torch import Tensor
 
 import torchkiln
@@ -17,15 +18,8 @@ from torchkiln.testing.compare import bits
 from torchkiln.testing.contract.repeat import threads
 from torchkiln.testing.contract.values import available_memory
 
-FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 OPS = ((torchkiln.sum, torch.sum), (torchkiln.mean, torch.mean))
 
-
-def name(value: object) -> str:
-    return str(value).removeprefix("torch.")
-
-
-every_dtype = pytest.mark.parametrize("dtype", FLOATING, ids=name)
 every_op = pytest.mark.parametrize(("op", "torchs"), OPS, ids=["sum", "mean"])
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from dtypes import FLOATING
 from torch import Tensor
 
 import torchkiln
 
 BATCH, TOKENS, LENGTH, HEADS, KV_HEADS = 2, 3, 9, 5, 2
-FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 UNTOUCHED = 7.0
 
 

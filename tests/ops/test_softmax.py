@@ -9,21 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from dtypes import every_dtype, name
 from torch import Tensor
 
 import torchkiln
 from torchkiln.testing.compare import bits
 
-FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 OPS = ((torchkiln.softmax, torch.softmax), (torchkiln.log_softmax, torch.log_softmax))
 INF = math.inf
 
-
-def name(value: object) -> str:
-    return str(value).removeprefix("torch.")
-
-
-every_dtype = pytest.mark.parametrize("dtype", FLOATING, ids=name)
 every_op = pytest.mark.parametrize(("op", "torchs"), OPS, ids=["softmax", "log_softmax"])
 
 

@@ -1,0 +1,18 @@
+"""The dtypes that tests of ops share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torchkiln.testing.sample import FLOATING
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def name(value: object) -> str:
+    """A short name for the title of a test."""
+    return str(value).removeprefix("torch.")
+
+
+every_dtype = pytest.mark.parametrize("dtype", FLOATING, ids=name)
