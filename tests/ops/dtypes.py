@@ -7,6 +7,8 @@ import torch
 
 from torchkiln.testing.sample import FLOATING
 
+__all__ = ["FLOATING", "HALF", "every_dtype", "name"]
+
 HALF = (torch.float16, torch.bfloat16)
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torchkiln.testing.refusals import GoodCall, Refusals
 from torchkiln.testing.sample import Invalid, Sample
 from torchkiln.testing.spec import OpSpec
 from torchkiln.testing.specs.activation import FORMULAS
+from torchkiln.testing.specs.norm import Terms
 
 # Shapes of x, numbers of last sizes that are normalized together, and groups: one row and one
 # column, no row and no column, vectors with tails, groups that are whole vectors or not, one warp,
@@ -45,18 +46,6 @@ BENCH_SHAPES = ((262144, 128), (32768, 1024), (32768, 4096), (16384, 8192))
 SMALL_SHAPES = tuple((rows, 4096) for rows in (1, 8, 64, 512))
 GROUPS = 8
 SILU = FORMULAS["silu"]
-
-
-class Terms(NamedTuple):
-    """|n| for the normalized rows n, and the rounding errors of n and of rstd.
-
-    The unit of the errors is that of ``compare.allowed_error``: two rounding steps of the dtype
-    that the op computes in.
-    """
-
-    size: Tensor
-    error: Tensor
-    rstd: Tensor
 
 
 class Arguments:
