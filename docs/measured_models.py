@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from learn_drawings import BLUE, GREY, Drawing
+
 RESULTS = Path(__file__).parent / "results"
 ENGINES = {"one": "none", "ddp": "DDP", "fsdp": "FSDP2"} | {
     "tp": "tensor, sequence and loss parallel",
@@ -91,15 +93,35 @@ def batch_norms() -> Iterator[str]:
     yield from map(resnet_line, BATCH_NORMS)
 
 
-def fp8(models: tuple[str, ...]) -> Iterator[str]:
-    """Training steps in bfloat16 and in FP8."""
-    yield "| | step | peak memory | start-up |"
-    yield "|---|---:|---:|---:|"
+def steps(models: tuple[str, ...]) -> Iterator[tuple[str, Row, str, str]]:
+    """Titles and rows of training steps in bfloat16 and in FP8, with step time and peak memory."""
     for (model, column), title in COLUMNS.items():
         if model in models:
             (row,) = rows(FP8, model=model, column=column)
-            cells = f"{row['seconds'] * 1e3:.1f} ms", f"{row['peak_bytes'] / 2**30:.1f} GiB"
-            yield f"| {title} | {' | '.join(cells)} | {row['start_seconds']:.1f} s |"
+            time, peak = f"{row['seconds'] * 1e3:.1f} ms", f"{row['peak_bytes'] / 2**30:.1f} GiB"
+            yield title, row, time, peak
+
+
+def fp8(models: tuple[str, ...]) -> Iterator[str]:
+    """A table of these steps."""
+    yield "| | step | peak memory | start-up |"
+    yield "|---|---:|---:|---:|"
+    for title, row, time, peak in steps(models):
+        yield f"| {title} | {time} | {peak} | {row['start_seconds']:.1f} s |"
+
+
+def picture() -> str:
+    """The steps of the Llama as bars, an SVG for README.md."""
+    found = list(steps(("llama",)))
+    drawing = Drawing("Training steps of 4 layers of Llama 3 8B on one H200", 28 * len(found) + 24)
+    longest = max(row["seconds"] for _, row, _, _ in found)
+    for index, (title, row, time, peak) in enumerate(found):
+        y = 16 + 28 * index
+        color = BLUE if "replace" in title else GREY
+        drawing.words((294, y + 14), title.replace("`", ""), "end")
+        drawing.rectangles([(304, y)], color, round(200 * row["seconds"] / longest), 20)
+        drawing.words((514, y + 14), f"{time}, {peak}")
+    return drawing.svg()
 
 
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
