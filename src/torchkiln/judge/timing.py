@@ -15,7 +15,7 @@ from torchkiln.bench.clock import Times, in_turns
 from torchkiln.judge import nothing
 from torchkiln.judge.checks import TIMED, Checks
 from torchkiln.judge.exchange import Call, Candidate, Reply, secret
-from torchkiln.judge.floor import Floor
+from torchkiln.judge.least_time import LeastTime
 from torchkiln.judge.zygote import CandidateError, Zygote
 from torchkiln.testing.sample import Sample
 
@@ -132,10 +132,10 @@ def race(
     if verdict.seconds["candidate"] <= resolution:
         words = f"{resolution * 1e6:.0f} us: too coarse for this candidate; give larger inputs"
         verdict.answers["clock"] = words
-    floor = Floor.of(checks.problem, checks.given())
-    verdict.seconds["ceiling"] = floor.ceiling
+    least = LeastTime.of(checks.problem, checks.given())
+    verdict.seconds["ceiling"] = least.ceiling
     if verdict.seconds["candidate"] > resolution:
-        for trick, evidence in floor.findings(verdict.seconds["candidate"]):
+        for trick, evidence in least.findings(verdict.seconds["candidate"]):
             verdict.add(trick, evidence)
 
 

@@ -95,8 +95,8 @@ def allowed_error(
     magnitude = torch.where(magnitude.isfinite(), magnitude, truth.abs())
     rounded = info.eps * truth.abs() + 2 * compute_eps(dtype) * magnitude
     tiny = info.smallest_normal + lost * inside(dtype).smallest_normal
-    floor = rounded * (2 if dtype == torch.float64 else 1) + tiny
-    return torch.nan_to_num(2 * (other.double() - truth).abs()) + floor
+    least = rounded * (2 if dtype == torch.float64 else 1) + tiny
+    return torch.nan_to_num(2 * (other.double() - truth).abs()) + least
 
 
 def element(tensor: Tensor, flat: int) -> list[int]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchkiln.judge.floor import ARITHMETIC, MEMORY, Floor, needed_operations
+from torchkiln.judge.least_time import ARITHMETIC, MEMORY, LeastTime, needed_operations
 from torchkiln.judge.problem import Problem, kernel_problem
 
 SOURCE = """
@@ -77,8 +77,8 @@ def test_factors_of_zero_do_not_count(problem_of: Callable[[str], Problem]) -> N
     [(1e-3, {MEMORY, ARITHMETIC}), (3e-3, {ARITHMETIC}), (5e-3, set())],
 )
 def test_candidates_faster_than_the_work(seconds: float, tricks: set[str]) -> None:
-    floor = Floor(10, 20, copy=0.01, product=0.01, ceiling=0.02, device=CPU)
-    found = dict(floor.findings(seconds))
+    least = LeastTime(10, 20, copy=0.01, product=0.01, ceiling=0.02, device=CPU)
+    found = dict(least.findings(seconds))
     assert set(found) == tricks
     assert ("20 operations" in found.get(ARITHMETIC, "")) == (ARITHMETIC in tricks)
 
@@ -88,7 +88,7 @@ def test_the_shortest_copy_counts_and_a_long_product_is_the_ceiling(
 ) -> None:
     problem = problem_of("x @ self.weight")
     times = {"copy": [1.0, 3.0, 3.0, 3.0], "product f32": [8.0, 9.0, 9.0], "product": [7.0, 9.0]}
-    monkeypatch.setattr("torchkiln.judge.floor.in_turns", lambda *_: times)
-    floor = Floor.of(problem, problem.given(1, 1))
-    assert (floor.copy, floor.product, floor.ceiling) == (1.0, 7.0, 9.0)
-    assert floor.operations == ALL
+    monkeypatch.setattr("torchkiln.judge.least_time.in_turns", lambda *_: times)
+    least = LeastTime.of(problem, problem.given(1, 1))
+    assert (least.copy, least.product, least.ceiling) == (1.0, 7.0, 9.0)
+    assert least.operations == ALL

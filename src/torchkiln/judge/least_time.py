@@ -115,7 +115,7 @@ def product_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
 
 
 @dataclass(frozen=True)
-class Floor:
+class LeastTime:
     """Times of calls of torch with as much work as a problem needs."""
 
     moved: int
