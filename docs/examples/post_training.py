@@ -67,7 +67,7 @@ def kto(
     return (1 - torch.sigmoid(beta * torch.where(is_good, advantage, -advantage))).mean()
 
 
-def grpo(  # noqa: PLR0917
+def grpo(
     logp: Tensor,
     old: Tensor,
     ref: Tensor,

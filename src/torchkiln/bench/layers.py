@@ -23,7 +23,7 @@ CACHED = 256
 """Tokens of a sequence in a cache."""
 
 
-def convolved(  # noqa: PLR0917 - the arguments of the function
+def convolved(
     x: Tensor,
     conv_weight: Tensor,
     conv_bias: Tensor | None,
@@ -129,7 +129,7 @@ def attention_backward_traffic(sample: Sample) -> Traffic:
     return Traffic(forward.bytes + x.nbytes, forward.operations + 3 * x.numel() * x.shape[1])
 
 
-def copied(  # noqa: PLR0917 - the arguments of the function
+def copied(
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,

@@ -117,7 +117,7 @@ def join(parts: Tensor, ignored: Tensor, z_loss: float) -> Rows:
     return Rows(loss.masked_fill(ignored, 0), torch.stack([log_sum_exp, factor]), weight)
 
 
-def gradient_of_logits(  # noqa: PLR0917
+def gradient_of_logits(
     grad: Tensor,
     logits: Tensor,
     target: Tensor,

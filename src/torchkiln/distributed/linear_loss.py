@@ -132,7 +132,7 @@ class ShardedLinearLoss(torch.autograd.Function):
     """The loss of the rows of a layer. Backward adds the gradients of x of all processes."""
 
     @staticmethod
-    def forward(  # noqa: PLR0917
+    def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor,

@@ -129,7 +129,7 @@ class ShardedLinearLogprob(torch.autograd.Function):
     """Both results of the rows of a layer. Backward adds the gradients of x of all processes."""
 
     @staticmethod
-    def forward(  # noqa: PLR0917
+    def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor,
@@ -168,7 +168,7 @@ class ShardedLinearLogprob(torch.autograd.Function):
         return of_x, of_weight, of_bias, None, None, None
 
 
-def layer_of(  # noqa: PLR0917
+def layer_of(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,

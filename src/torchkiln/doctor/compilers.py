@@ -182,7 +182,7 @@ def _version(environment: Environment, path: Path | None, option: str) -> str | 
     return match[0] if match else None
 
 
-def _build_tool(  # noqa: PLR0917
+def _build_tool(
     facts: Facts,
     topic: str,
     path: Path | None,

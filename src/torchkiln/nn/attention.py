@@ -253,7 +253,7 @@ def has_grouped_kernel(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def check_settings(  # noqa: PLR0917
+def check_settings(
     dim: int,
     num_heads: int,
     num_kv_heads: int,

@@ -99,7 +99,7 @@ def is_synchronized(module: nn.modules.batchnorm._BatchNorm) -> bool:
 class _BatchNormAct(nn.modules.batchnorm._BatchNorm):
     """The common part of the modules; ``state_dict`` is that of torch's batch norm."""
 
-    def __init__(  # noqa: PLR0917
+    def __init__(
         self,
         num_features: int,
         eps: float = 1e-5,
@@ -189,7 +189,7 @@ class SyncBatchNormAct(_BatchNormAct):
         input, residual and output ``[batch, channels, ...]``.
     """
 
-    def __init__(  # noqa: PLR0917
+    def __init__(
         self,
         num_features: int,
         eps: float = 1e-5,

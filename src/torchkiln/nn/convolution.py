@@ -159,7 +159,7 @@ class _ConvBNAct(nn.Module):
     convolution: ClassVar[Callable[..., _ConvNd]]
     batch_norm: ClassVar[Callable[..., _BatchNorm]]
 
-    def __init__(  # noqa: PLR0917
+    def __init__(
         self,
         in_channels: int,
         out_channels: int,

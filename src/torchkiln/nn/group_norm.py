@@ -25,7 +25,7 @@ class GroupNorm(nn.GroupNorm):
         input and output ``[batch, num_channels, ...]``.
     """
 
-    def __init__(  # noqa: PLR0917
+    def __init__(
         self,
         num_groups: int,
         num_channels: int,

@@ -25,7 +25,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         or all without the batch. Weights ``[batch, targets, sources]``.
     """
 
-    def forward(  # noqa: PLR0917
+    def forward(
         self,
         query: Tensor,
         key: Tensor,

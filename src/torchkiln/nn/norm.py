@@ -40,7 +40,7 @@ class LayerNorm(nn.LayerNorm):
         input and output ``[..., *normalized_shape]``.
     """
 
-    def __init__(  # noqa: PLR0917
+    def __init__(
         self,
         normalized_shape: int | Sequence[int],
         eps: float = 1e-5,

@@ -17,7 +17,7 @@ from torchkiln.typing import Activation, Device
 class _Layer(nn.Module):
     """The common part of both layers: the constructor."""
 
-    def __init__(  # noqa: PLR0917
+    def __init__(
         self,
         d_model: int,
         nhead: int,
@@ -94,7 +94,7 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         for :class:`MultiheadAttention`.
     """
 
-    def forward(  # noqa: PLR0917
+    def forward(
         self,
         tgt: Tensor,
         memory: Tensor,
@@ -124,7 +124,7 @@ def adopt(attention: nn.MultiheadAttention) -> None:
     attention.__class__ = MultiheadAttention
 
 
-def attend(  # noqa: PLR0917
+def attend(
     attention: nn.MultiheadAttention,
     x: Tensor,
     memory: Tensor,

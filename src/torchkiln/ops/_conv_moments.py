@@ -47,7 +47,7 @@ def is_pixelwise(weight: Tensor, geometry: Geometry) -> bool:
     return ones and not has_padding and groups == 1
 
 
-def bn_act_from(  # noqa: PLR0917
+def bn_act_from(
     moments: Tensor,
     x: Tensor,
     weight: Vector,

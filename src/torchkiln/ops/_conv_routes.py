@@ -223,7 +223,7 @@ def signature(
     return place, added, geometry, act, eps, autocast, has_cudnn
 
 
-def planned(  # noqa: PLR0917
+def planned(
     owner: object,
     x: Tensor,
     parts: Parts,

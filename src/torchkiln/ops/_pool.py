@@ -44,7 +44,7 @@ def takes_pool(x: Tensor, windows: Windows) -> bool:
     return fits and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
 
 
-def bn_act_pool(  # noqa: PLR0917
+def bn_act_pool(
     windows: Windows,
     x: Tensor,
     weight: Tensor | None,

@@ -39,9 +39,7 @@ def check_no_gradient(op: str, name: str, *tensors: Tensor | None) -> None:
         )
 
 
-def check_shape(  # noqa: PLR0917
-    op: str, name: str, tensor: Tensor, like: str, x: Tensor, remedy: str = ""
-) -> None:
+def check_shape(op: str, name: str, tensor: Tensor, like: str, x: Tensor, remedy: str = "") -> None:
     """Refuses a tensor whose shape is not that of ``x``."""
     if tensor.shape != x.shape:
         raise RuntimeError(

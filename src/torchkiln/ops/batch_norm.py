@@ -14,7 +14,7 @@ from torchkiln.typing import Activation
 
 
 @eager(_C.bn_act)
-def bn_act(  # noqa: PLR0917
+def bn_act(
     x: Tensor,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
@@ -83,7 +83,7 @@ class _SyncForward(torch.autograd.Function):
     """``bn_act`` with statistics over all processes of a group."""
 
     @staticmethod
-    def forward(  # noqa: PLR0917
+    def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor | None,
@@ -142,7 +142,7 @@ class _SyncForward(torch.autograd.Function):
         return grad_x, *gradients, None, None, None, None
 
 
-def sync_bn_act(  # noqa: PLR0917
+def sync_bn_act(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,

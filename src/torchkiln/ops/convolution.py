@@ -18,7 +18,7 @@ from torchkiln.ops.eager import is_foreign
 from torchkiln.typing import Activation
 
 
-def conv_bn_act(  # noqa: PLR0917
+def conv_bn_act(
     x: Tensor,
     conv_weight: Tensor,
     conv_bias: Tensor | None = None,

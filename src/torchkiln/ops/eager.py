@@ -131,7 +131,7 @@ def declared(
     return [*by_position, *separators, *by_keyword, *former]
 
 
-def chosen(op: str, count: int, name: str, ours: Any, torchs_name: str, torchs: Any) -> Any:  # noqa: PLR0917
+def chosen(op: str, count: int, name: str, ours: Any, torchs_name: str, torchs: Any) -> Any:
     """The value of an argument given by torch's name; TypeError if both names are given.
 
     TypeError also if the value is one positional argument too many.

@@ -95,7 +95,7 @@ def rms_norm(
 
 
 @eager(_C.add_layer_norm)
-def add_layer_norm(  # noqa: PLR0917
+def add_layer_norm(
     x: Tensor,
     residual: Tensor,
     normalized_shape: int | Sequence[int],
@@ -145,7 +145,7 @@ def add_rms_norm(
     )
 
 
-def add_layer_norm_(  # noqa: PLR0917
+def add_layer_norm_(
     x: Tensor,
     residual: Tensor,
     normalized_shape: int | Sequence[int],
@@ -243,7 +243,7 @@ def rms_norm_fp8(
     )
 
 
-def add_layer_norm_fp8(  # noqa: PLR0917
+def add_layer_norm_fp8(
     x: Tensor,
     residual: Tensor,
     normalized_shape: int | Sequence[int],

@@ -160,7 +160,7 @@ def linear_fp8(
 
 
 @eager(_C.linear_fp8)
-def _linear_fp8(  # noqa: PLR0917
+def _linear_fp8(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,

@@ -87,7 +87,7 @@ def rope(
 
 
 @eager(_C.qkv_norm_rope, beside=("cache",))
-def qkv_norm_rope(  # noqa: PLR0917
+def qkv_norm_rope(
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,

@@ -104,7 +104,7 @@ def element(tensor: Tensor, flat: int) -> list[int]:
     return [int(i) for i in torch.unravel_index(torch.tensor(flat), tensor.shape)]
 
 
-def require_close(  # noqa: PLR0917
+def require_close(
     found: Tensor,
     truth: Tensor,
     other: Tensor,
@@ -284,7 +284,7 @@ def name_of(spec: OpSpec, position: int) -> str:
     return f" ({schema.arguments[position].name})"
 
 
-def require_gradients(  # noqa: PLR0917
+def require_gradients(
     found: Sequence[Tensor],
     sample: Sample,
     positions: Sequence[int],

@@ -20,7 +20,7 @@ def attention_notes(notes: list[str]) -> Iterator[None]:
     """
     original = F.scaled_dot_product_attention
 
-    def attend(  # noqa: PLR0917
+    def attend(
         query: Tensor,
         key: Tensor,
         value: Tensor,

@@ -163,7 +163,7 @@ def require_dtype(x: Tensor) -> None:
         raise Refused("needs at least 1 row and 1 column")
 
 
-def norm(  # noqa: PLR0917 - the arguments of the ops
+def norm(
     runner: Runner,
     x: Tensor,
     normalized_shape: int | Sequence[int],
@@ -193,7 +193,7 @@ def norm(  # noqa: PLR0917 - the arguments of the ops
     return recorded(call, given).view(x.shape)
 
 
-def layer_norm(  # noqa: PLR0917 - the arguments of the op
+def layer_norm(
     runner: Runner,
     x: Tensor,
     normalized_shape: int | Sequence[int],
@@ -220,7 +220,7 @@ def rms_norm(
     return norm(runner, x, normalized_shape, weight, None, epsilon(x, eps), centered=False)
 
 
-def bn_act(  # noqa: PLR0917 - the arguments of the op
+def bn_act(
     runner: Runner,
     x: Tensor,
     weight: Tensor | None = None,

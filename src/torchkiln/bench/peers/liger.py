@@ -29,7 +29,7 @@ def gated(apply: Callable[..., Any], gate: Tensor, up: Tensor | None = None) -> 
     return apply(gate, up)
 
 
-def layer_norm(  # noqa: PLR0917 - the arguments of the op
+def layer_norm(
     apply: Callable[..., Any],
     x: Tensor,
     normalized_shape: int | Sequence[int],

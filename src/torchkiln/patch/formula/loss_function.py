@@ -53,7 +53,7 @@ def masked_lm_loss(
     return loss / num_items_in_batch
 
 
-def causal_lm_loss(  # noqa: PLR0917  the arguments of Hugging Face
+def causal_lm_loss(
     logits: Tensor,
     labels: Tensor,
     vocab_size: int,

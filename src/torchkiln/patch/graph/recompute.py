@@ -125,7 +125,7 @@ def light_convolved(conv: nn.Module, norm: _BatchNorm, x: Input) -> tuple[Tensor
         return convolved(conv, norm, x.y)
 
 
-def light_conv_norm_act(  # noqa: PLR0917
+def light_conv_norm_act(
     conv: nn.Module,
     norm: _BatchNorm,
     x: Input,

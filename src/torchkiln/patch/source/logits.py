@@ -239,7 +239,7 @@ def known(x: Any) -> Any:
     return x.tensor() if isinstance(x, Logits) else x
 
 
-def cross_entropy(  # noqa: PLR0917  the arguments of torch
+def cross_entropy(
     input: Any,
     target: Any,
     weight: Any = None,

@@ -96,7 +96,7 @@ def require_all_written(spec: OpSpec, function: Function, sample: Sample, where:
                 require_written(sample, function, given, placed, dense[name], expected, place)
 
 
-def require_written(  # noqa: PLR0917
+def require_written(
     sample: Sample,
     function: Function,
     given: Mapping[str, Any],

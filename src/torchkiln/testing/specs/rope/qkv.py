@@ -89,7 +89,7 @@ def qkv_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 class Projection:
     """The heads of a packed projection, and the rotation of its queries and keys."""
 
-    def __init__(  # noqa: PLR0917
+    def __init__(
         self,
         qkv: Tensor,
         cos: Tensor,
