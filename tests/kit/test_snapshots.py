@@ -202,13 +202,15 @@ def command_line() -> Iterator[str]:
             yield f"  torchkiln {' '.join(given)}: {main(given)}"
 
 
-def outline(value: Any, depth: int = 3) -> Any:
-    """The keys."""
+def outline(value: Any, place: str = "", depth: int = 4) -> Iterator[str]:
+    """A line for each object: its place, and its keys, with [] behind those of lists."""
+    if isinstance(value, (list, tuple)) and value and depth:
+        yield from outline(value[0], f"{place}[]", depth - 1)
     if isinstance(value, dict) and depth:
-        return {key: outline(item, depth - 1) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and depth:
-        return [outline(item, depth - 1) for item in value[:1]]
-    return "..."
+        keys = [f"{k}[]" if isinstance(v, (list, tuple)) else k for k, v in value.items()]
+        yield f"  {place or 'all'}: {', '.join(keys) or 'empty'}"
+        for key, item in value.items():
+            yield from outline(item, f"{place}.{key}".lstrip("."), depth - 1)
 
 
 def reports() -> Iterator[str]:
@@ -249,7 +251,7 @@ def reports() -> Iterator[str]:
     found.append(Results(here, (error,), (row,), (skipped,), trained, None).as_dict())
     for report in found:
         yield report["schema"]
-        yield json.dumps(outline(report, 4), indent=1)
+        yield from outline(report)
     doctor = examine(Environment.here()).as_dict()
     yield doctor["schema"]
     yield json.dumps(list(doctor))
