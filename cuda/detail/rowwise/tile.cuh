@@ -144,7 +144,6 @@ class UnalignedRowTile {
   static constexpr int kItems = kVectors + 1;
   using Item = Vec<T, kLanes>;
 
-  static constexpr int kMinThreads = fewest_edge_threads(kLanes);
   static __host__ __device__ constexpr int64_t inner_vectors(int64_t columns) {
     return rowwise::inner_vectors(columns, kLanes);
   }

@@ -32,7 +32,6 @@ template <class T, int kLanes>
 class GroupPart {
  public:
   using C = Compute<T>;
-  using Vector = Vec<T, kLanes>;
 
   __device__ __forceinline__ GroupPart(const PartRows& rows, const GroupLayout& layout)
       : rows_(rows), group_(rows.parts.quotient(blockIdx.x)) {
