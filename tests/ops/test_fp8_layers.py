@@ -10,6 +10,7 @@ import torch
 from test_linear_fp8 import DEVICES
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import torchkiln
@@ -188,6 +189,62 @@ def test_blocks_compiled_and_checkpointed(device: str) -> None:
     z, total = compiled(x)
     torch.testing.assert_close(z + total, y + residual, rtol=1e-2, atol=1e-2)
     (z + total).square().mean().backward()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("options", FORMS)
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_norms_of_blocks_write_e4m3(
+    options: dict[str, Any], device: str, *, has_residual: bool
+) -> None:
+    """A hook gets a tensor, so its block has the norms in floating point."""
+    ours, other = (block("fp8", **options).to(device) for _ in range(2))
+    seen: list[type] = []
+    for layer in (other.attention, other.mlp):
+        layer.register_forward_pre_hook(lambda _, given: seen.append(type(given[0])))
+    x = torch.randn(2, 80, WIDTH, device=device).requires_grad_()
+    given = (x, x.detach().flip(0)) if has_residual else (x,)
+    results = []
+    both: tuple[Any, ...] = ours, other
+    for one in both:
+        with Ops() as ops:
+            y, residual = one(*given)
+        assert sum("norm_fp8" in name for name in ops.names) == (2 if one is ours else 0)
+        (y + residual).square().mean().backward()
+        results.append((y + residual, *(p.grad for p in one.parameters())))
+    assert seen == [Tensor, Tensor]
+    for found, expected in zip(*results, strict=True):
+        if device == "cpu":
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+        else:
+            assert relative(found, expected) < ERROR
+    with torch.autocast(device, torch.bfloat16):
+        y, residual = ours(*given)
+        expected, _ = other(*given)
+    assert torch.equal(y, expected)
+
+
+class Ops(TorchDispatchMode):
+    """Lists the ops of torchkiln."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "torchkiln":
+            self.names.append(func._opname)
+        return func(*args, **kwargs or {})
+
+
+def test_a_quantised_input_of_modules() -> None:
+    given: Any = torchkiln.rms_norm_fp8(torch.randn(2, 80, WIDTH), WIDTH)
+    make: tuple[Any, ...] = (torchkiln.nn.MLP, torchkiln.nn.GatedMLP, torchkiln.nn.Attention)
+    for cls in make:
+        words = f"nn.{cls.__name__}: (x|input): got a Quantized, expected a tensor, or a module"
+        with pytest.raises(ValueError, match=words):
+            cls(WIDTH, 4)(given)
+        assert cls(WIDTH, 4, precision="fp8")(given).shape == (2, 80, WIDTH)
 
 
 def test_weights_of_a_block_are_quantised_once(monkeypatch: pytest.MonkeyPatch) -> None:

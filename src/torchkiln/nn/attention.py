@@ -6,10 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchkiln.nn.checks import check_eps, check_p, check_precision
+from torchkiln.nn.checks import check_eps, check_p, check_precision, check_unquantized
 from torchkiln.nn.kv_cache import KVCache
 from torchkiln.nn.norm import RMSNorm
 from torchkiln.nn.quantize import LinearFP8
+from torchkiln.ops.quantize import Quantized
 from torchkiln.ops.rope import qkv_norm_rope
 from torchkiln.typing import Device, Precision
 
@@ -51,6 +52,8 @@ class Attention(nn.Module):
         ``[batch, heads, tokens, keys]``; positions ``[tokens]`` or ``[batch, tokens]``.
     """
 
+    precision: Precision | None = None
+
     def __init__(
         self,
         dim: int,
@@ -85,8 +88,8 @@ class Attention(nn.Module):
         self.eps = check_eps("nn.Attention", eps)
         columns = (num_heads + 2 * num_kv_heads) * self.head_dim
         last = bias if out_bias is None else out_bias
-        in_fp8 = check_precision("nn.Attention", precision) is not None
-        layer = LinearFP8 if in_fp8 else nn.Linear
+        self.precision = check_precision("nn.Attention", precision)
+        layer = nn.Linear if precision is None else LinearFP8
         self.qkv = layer(dim, columns, bias, device=device, dtype=dtype)
         self.out = layer(num_heads * self.head_dim, dim, last, device=device, dtype=dtype)
         self.q_norm = self.k_norm = None
@@ -98,7 +101,7 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | Quantized,
         cos: Tensor | None = None,
         sin: Tensor | None = None,
         *,
@@ -109,7 +112,8 @@ class Attention(nn.Module):
         """Attends from each token of ``x``.
 
         Args:
-            x: the tokens.
+            x: the tokens; with ``precision="fp8"`` also in float8_e4m3fn, as by
+                :func:`torchkiln.rms_norm_fp8`.
             cos: cosines of the rotation; None for no rotation.
             sin: sines of the rotation.
             mask: True where a key takes part, or numbers that are added to the products, as in
@@ -120,12 +124,13 @@ class Attention(nn.Module):
                 ``sin`` unless these are ``[batch, tokens, pairs]``. With a cache and without
                 positions the tokens have the places 0, 1, 2, ..., and only they are attended to.
         """
-        if x.dim() != 3:
+        tokens = x.data if isinstance(x, Quantized) else x
+        if tokens.dim() != 3:
             raise ValueError(
-                f"torchkiln.nn.Attention: x: got shape {list(x.shape)}, "
+                f"torchkiln.nn.Attention: x: got shape {list(tokens.shape)}, "
                 f"expected [batch, tokens, {self.qkv.in_features}]"
             )
-        qkv = self.qkv(x)
+        qkv = self.qkv(check_unquantized("nn.Attention", "x", x) if self.precision is None else x)
         if cache is None:
             q, k, v = self.split(qkv, cos, sin, positions)
         else:
@@ -136,8 +141,8 @@ class Attention(nn.Module):
         if not causal:
             mask = self.visible(mask, q, k.shape[-2], cache, places)
         grouped = self.num_heads != self.num_kv_heads
-        alone = grouped and x.shape[1] == 1 and (mask is None or mask.dim() == 2)
-        alone = alone and not has_grouped_kernel(x.device)
+        alone = grouped and tokens.shape[1] == 1 and (mask is None or mask.dim() == 2)
+        alone = alone and not has_grouped_kernel(tokens.device)
         if alone:  # one token: the query heads of a group become the token dimension
             q = q.view(q.shape[0], self.num_kv_heads, -1, self.head_dim)
             grouped = causal = False
@@ -145,7 +150,7 @@ class Attention(nn.Module):
             q, k, v, mask, p, causal, scale=self.scale, enable_gqa=grouped
         )
         if alone:
-            mixed = mixed.reshape(x.shape[0], self.num_heads, 1, self.head_dim)
+            mixed = mixed.reshape(tokens.shape[0], self.num_heads, 1, self.head_dim)
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
         return out
 

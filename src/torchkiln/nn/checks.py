@@ -2,6 +2,9 @@
 
 from typing import Any, TypeVar, get_args
 
+from torch import Tensor
+
+from torchkiln.ops.quantize import Quantized
 from torchkiln.typing import Activation, Gate, Precision, Reduction, Rounding, Saved
 
 T = TypeVar("T")
@@ -61,3 +64,13 @@ def check_p(module: str, p: float) -> float:
     if not 0 <= p <= 1:
         raise ValueError(f"torchkiln.{module}: p: got {p}, expected a probability between 0 and 1")
     return p
+
+
+def check_unquantized(module: str, argument: str, x: Tensor | Quantized) -> Tensor:
+    """Returns a tensor; refuses a quantised one, for a module whose products have its dtype."""
+    if isinstance(x, Quantized):
+        raise ValueError(
+            f"torchkiln.{module}: {argument}: got a Quantized, expected a tensor, or a module with "
+            'precision="fp8"'
+        )
+    return x

@@ -7,10 +7,17 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from torchkiln.nn.checks import check_act, check_gate, check_precision, check_save
+from torchkiln.nn.checks import (
+    check_act,
+    check_gate,
+    check_precision,
+    check_save,
+    check_unquantized,
+)
 from torchkiln.nn.quantize import product, weight_of
 from torchkiln.ops._pair_fp8 import activated, gated, pair
 from torchkiln.ops.matmul import gated_mlp, linear, mlp
+from torchkiln.ops.quantize import Quantized
 from torchkiln.typing import Activation, Device, Gate, Precision, Saved
 
 
@@ -76,7 +83,8 @@ class MLP(nn.Module):
         dtype: of the parameters.
 
     Shape:
-        input ``[..., in_features]``; output ``[..., out_features]``.
+        input ``[..., in_features]``, with ``precision`` a tensor or quantised; output
+        ``[..., out_features]``.
     """
 
     precision: Precision | None = None
@@ -103,12 +111,13 @@ class MLP(nn.Module):
         self.up = nn.Linear(in_features, hidden, bias, device=device, dtype=dtype)
         self.down = nn.Linear(hidden, out, bias, device=device, dtype=dtype)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor | Quantized) -> Tensor:
         """Applies the op to ``input``."""
         if self.precision is not None:
             return pair_in_fp8(self, input)
+        x = check_unquantized("nn.MLP", "input", input)
         up, down = self.up, self.down
-        return mlp(input, up.weight, down.weight, up.bias, down.bias, act=self.act, save=self.save)
+        return mlp(x, up.weight, down.weight, up.bias, down.bias, act=self.act, save=self.save)
 
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""
@@ -134,7 +143,8 @@ class GatedMLP(nn.Module):
         dtype: of the parameters.
 
     Shape:
-        input ``[..., in_features]``; output ``[..., out_features]``.
+        input ``[..., in_features]``, with ``precision`` a tensor or quantised; output
+        ``[..., out_features]``.
     """
 
     precision: Precision | None = None
@@ -160,13 +170,14 @@ class GatedMLP(nn.Module):
         self.gate_up = nn.Linear(in_features, 2 * hidden_features, bias, device=device, dtype=dtype)
         self.down = nn.Linear(hidden_features, out, bias, device=device, dtype=dtype)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor | Quantized) -> Tensor:
         """Applies the op to ``input``."""
         if self.precision is not None:
             return pair_in_fp8(self, input)
+        x = check_unquantized("nn.GatedMLP", "input", input)
         first, down = self.gate_up, self.down
         return gated_mlp(
-            input, first.weight, down.weight, first.bias, down.bias, act=self.act, save=self.save
+            x, first.weight, down.weight, first.bias, down.bias, act=self.act, save=self.save
         )
 
     def extra_repr(self) -> str:
@@ -180,7 +191,7 @@ def settings(module: MLP | GatedMLP) -> str:
     return words if module.precision is None else f"{words}, precision={module.precision!r}"
 
 
-def pair_in_fp8(module: MLP | GatedMLP, x: Tensor) -> Tensor:
+def pair_in_fp8(module: MLP | GatedMLP, x: Tensor | Quantized) -> Tensor:
     """The output of a module with its products in float8_e4m3fn."""
     down = partial(product, module.down)
     if isinstance(module, MLP):

@@ -11,8 +11,18 @@ from torchkiln.nn.kv_cache import KVCache
 from torchkiln.nn.matmul import MLP, GatedMLP
 from torchkiln.nn.norm import LayerNorm, RMSNorm
 from torchkiln.nn.plain import has_hooks
+from torchkiln.nn.quantize import LinearFP8
 from torchkiln.ops.dropout import dropout_add
-from torchkiln.ops.norm import add_layer_norm, add_rms_norm, layer_norm
+from torchkiln.ops.norm import (
+    add_layer_norm,
+    add_layer_norm_fp8,
+    add_rms_norm,
+    add_rms_norm_fp8,
+    layer_norm,
+    layer_norm_fp8,
+    rms_norm_fp8,
+)
+from torchkiln.ops.quantize import Quantized
 from torchkiln.typing import Activation, Device, Precision, Rounding, Saved
 
 
@@ -136,54 +146,74 @@ class TransformerBlock(nn.Module):
         :meth:`Attention.forward`.
         """
         p = self.dropout if self.training else 0.0
+        normed: Tensor | Quantized
+        quantized = takes_quantized(self.attention, self.attention_norm, x)
         if residual is None:
-            normed, residual = self.attention_norm(x), x
+            normed, residual = normalized(self.attention_norm, x, quantized=quantized), x
         else:
-            normed, residual = add_norm(self.attention_norm, x, residual)
+            normed, residual = add_norm(self.attention_norm, x, residual, quantized=quantized)
         x = self.attention(normed, cos, sin, mask=mask, cache=cache, positions=positions)
         if self.attention_post_norm is not None:
             x = self.attention_post_norm(x)
-        normed, residual = add_norm(self.mlp_norm, x, residual, p)
+        quantized = takes_quantized(self.mlp, self.mlp_norm, x)
+        normed, residual = add_norm(self.mlp_norm, x, residual, p, quantized=quantized)
         x = self.mlp(normed)
         if self.mlp_post_norm is not None:
             x = self.mlp_post_norm(x)
         return (F.dropout(x, p) if p else x), residual
 
 
-def add_norm(norm: nn.Module, x: Tensor, residual: Tensor, p: float = 0.0) -> tuple[Tensor, Tensor]:
+def takes_quantized(layer: nn.Module, norm: nn.Module, x: Tensor) -> bool:
+    """Whether a layer multiplies the norm of x in FP8, and nothing else reads it.
+
+    A quantised tensor has no dtype that autocast could change.
+    """
+    if getattr(layer, "precision", None) is None or torch.is_autocast_enabled(x.device.type):
+        return False
+    if len(getattr(norm, "normalized_shape", ())) != 1:
+        return False
+    if type(layer) is Attention:
+        return type(layer.qkv) is LinearFP8 and not has_hooks(layer) and not has_hooks(layer.qkv)
+    return type(layer) in (MLP, GatedMLP) and not has_hooks(layer)
+
+
+def add_norm(
+    norm: nn.Module, x: Tensor, residual: Tensor, p: float = 0.0, *, quantized: bool = False
+) -> tuple[Any, Tensor]:
     """``(norm(total), total)`` with ``total = dropout(x) + residual``, in one pass if p is 0.
 
-    A norm of another class, or with hooks, is called as a module.
+    A norm of another class, or with hooks, is called as a module. ``quantized`` is whether other
+    norms are written in float8_e4m3fn.
     """
     if p == 0 and not has_hooks(norm):
         if isinstance(norm, RMSNorm) and type(norm) is RMSNorm:
-            return add_rms_norm(
-                x,
-                residual,
-                norm.normalized_shape,
-                norm.weight,
-                norm.eps,
-                offset=norm.offset,
-                round=norm.round,
-            )
+            op: Any = add_rms_norm_fp8 if quantized else add_rms_norm
+            return op(x, residual, *settings(norm), **options(norm))
         if isinstance(norm, nn.LayerNorm) and type(norm) in (LayerNorm, nn.LayerNorm):
-            return add_layer_norm(
-                x,
-                residual,
-                norm.normalized_shape,
-                norm.weight,
-                norm.bias,
-                norm.eps,
-                offset=getattr(norm, "offset", 0.0),
-                round=getattr(norm, "round", "once"),
-            )
+            op = add_layer_norm_fp8 if quantized else add_layer_norm
+            return op(x, residual, *settings(norm), **options(norm))
     total = dropout_add(x, residual, p)
-    return normalized(norm, total), total
+    return normalized(norm, total, quantized=quantized), total
 
 
-def normalized(norm: nn.Module, x: Tensor) -> Tensor:
+def normalized(norm: nn.Module, x: Tensor, *, quantized: bool = False) -> Any:
     """``norm(x)``; a plain layer norm of torch is computed by :func:`torchkiln.layer_norm`."""
-    if type(norm) is nn.LayerNorm and not has_hooks(norm):
-        return layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
-    out: Tensor = norm(x)
-    return out
+    if has_hooks(norm):
+        return norm(x)
+    if quantized and type(norm) is RMSNorm:
+        return rms_norm_fp8(x, *settings(norm), **options(norm))
+    if type(norm) is nn.LayerNorm or (quantized and type(norm) is LayerNorm):
+        op: Any = layer_norm_fp8 if quantized else layer_norm
+        return op(x, *settings(norm), **options(norm))
+    return norm(x)
+
+
+def settings(norm: nn.LayerNorm | RMSNorm) -> tuple[Any, ...]:
+    """The arguments of a norm's op after the tensors that it reads."""
+    bias = (norm.bias,) if isinstance(norm, nn.LayerNorm) else ()
+    return (norm.normalized_shape, norm.weight, *bias, norm.eps)
+
+
+def options(norm: nn.Module) -> dict[str, Any]:
+    """The keyword arguments of a norm's op, which norms of torch do not have."""
+    return {"offset": getattr(norm, "offset", 0.0), "round": getattr(norm, "round", "once")}
