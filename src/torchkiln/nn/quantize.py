@@ -1,6 +1,7 @@
 """The linear layer in float8_e4m3fn."""
 
 import functools
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -10,7 +11,17 @@ from torch.compiler import is_compiling
 
 from torchkiln import _C
 from torchkiln.ops._after_steps import call_after_steps
-from torchkiln.ops.quantize import Quantized, QuantizedWeight, linear_fp8, quantize_weight
+from torchkiln.ops.quantize import (
+    Quantized,
+    QuantizedWeight,
+    gated_linear_fp8,
+    linear_fp8,
+    quantize_weight,
+)
+from torchkiln.typing import Gate
+
+BLOCK = 128
+"""Rows and columns of a weight that share a scale."""
 
 
 def has_group() -> bool:
@@ -22,7 +33,10 @@ def has_group() -> bool:
 
 
 class WeightCache:
-    """A weight in float8_e4m3fn, quantised again where the weight may have changed."""
+    """A weight in float8_e4m3fn, quantised again where the weight may have changed.
+
+    Of several weights with the same columns it is the weight of all their rows.
+    """
 
     def __init__(self) -> None:
         self.watch: _C.Watch | None = None
@@ -31,27 +45,28 @@ class WeightCache:
         self.value: QuantizedWeight | None = None
         self.stream: torch.cuda.Stream | None = None
 
-    def of(self, weight: Tensor) -> QuantizedWeight | None:
+    def of(self, *weights: Tensor) -> QuantizedWeight | None:
         """The quantised weight; None where the op must quantise it in every call.
 
         That is in a CUDA graph, which would keep old values, for tensors without a version, and in
         a process of a group.
         """
-        if weight.is_inference() or type(weight) is not nn.Parameter:
+        if any(one.is_inference() or type(one) is not nn.Parameter for one in weights):
             return None
+        weight = weights[0]
         if has_group():
             self.value = None
             return None
         if weight.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
         stream = torch.cuda.current_stream(weight.device) if weight.is_cuda else None
-        is_current = self.watch is not None and self.watch.is_current((weight,))
+        is_current = self.watch is not None and self.watch.is_current(weights)
         if self.value is None or not is_current:
             self.value = None  # freed before the new one is made
             with torch.inference_mode(mode=False), torch.no_grad():
-                self.value = quantize_weight(weight)
-            self.watch, self.stream = _C.Watch((weight,)), stream
-            self.is_trained = weight.requires_grad
+                self.value = quantize_weight(torch.cat(weights) if weights[1:] else weight)
+            self.watch, self.stream = _C.Watch(weights), stream
+            self.is_trained = any(one.requires_grad for one in weights)
             if stream is not None:  # calls on other streams read it, too
                 stream.synchronize()
         elif stream is not None and stream != self.stream:
@@ -62,6 +77,9 @@ class WeightCache:
 
 CACHES: WeakKeyDictionary[nn.Module, WeightCache] = WeakKeyDictionary()
 """The quantised weights of layers, beside the layers: copies and pickles hold none."""
+
+JOINED: WeakKeyDictionary[nn.Module, WeightCache] = WeakKeyDictionary()
+"""The quantised weights of a layer and of the one after it, by the first of the two."""
 
 
 @functools.cache
@@ -76,25 +94,80 @@ def forget_trained(_: set[int]) -> None:
     Those that an optimizer has changed are not enough: a program may copy other parameters, of
     higher precision, to the weights through ``.data`` after the step.
     """
-    for cache in list(CACHES.values()):
+    for cache in (*CACHES.values(), *JOINED.values()):
         if cache.is_trained:
             cache.value = None
 
 
-def weight_of(layer: nn.Linear) -> QuantizedWeight | None:
-    """The quantised weight of a layer, once per version; None where the op must quantise it."""
+def forget_layer(layer: nn.Module) -> None:
+    """Free the quantised weights of a layer."""
+    for caches in (CACHES, JOINED):
+        caches.pop(layer, None)
+
+
+def weight_of(layer: nn.Linear, *others: nn.Linear) -> QuantizedWeight | None:
+    """The quantised weight of a layer, once per version; None where the op must quantise it.
+
+    With other layers, the weight that has the rows of all of them.
+    """
     if is_compiling():  # the graph would keep old values
         return None
-    cache = CACHES.get(layer)
+    caches = JOINED if others else CACHES
+    cache = caches.get(layer)
     if cache is None:
-        cache = CACHES[layer] = WeightCache()
+        cache = caches[layer] = WeightCache()
         watch_optimizers()
-    return cache.of(layer.weight)
+    return cache.of(layer.weight, *(other.weight for other in others))
 
 
 def product(layer: nn.Linear, x: Tensor | Quantized) -> Tensor:
     """The output of a linear layer in float8_e4m3fn."""
     return linear_fp8(x, layer.weight, layer.bias, quantized=weight_of(layer))
+
+
+class Rows(torch.autograd.Function):
+    """Stands for the rows of two weights, and gives each weight its rows of the gradient.
+
+    It has no memory, so its values are undefined: the product reads the quantised weight.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, one: Tensor, other: Tensor) -> Tensor:
+        """A tensor of the shape of both, one below the other."""
+        ctx.rows = len(one)
+        return one.new_empty(1).expand(len(one) + len(other), one.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of both, as views."""
+        return grad[: ctx.rows], grad[ctx.rows :]
+
+
+def gated_product(gate: nn.Linear, up: nn.Linear, x: Tensor | Quantized, act: Gate) -> Quantized:
+    """``act(gate(x)) * up(x)`` as one product in float8_e4m3fn, for layers that :func:`can_join`.
+
+    The scales of the joined weight are those of the two weights.
+    """
+    weights = (gate.weight, up.weight)
+    quantized = weight_of(gate, up)
+    weight: Any = torch.cat(weights) if quantized is None else Rows.apply(*weights)  # type: ignore[no-untyped-call]
+    return gated_linear_fp8(x, weight, act, quantized=quantized)
+
+
+def can_join(gate: Any, up: Any) -> bool:
+    """Whether two layers have weights of whole blocks of rows, which one product can multiply."""
+    one, other = gate.weight, up.weight
+    return (
+        not is_compiling()  # the graph would join the weights in each run
+        and gate.bias is None
+        and up.bias is None
+        and all(type(weight) in (Tensor, nn.Parameter) for weight in (one, other))
+        and one.shape == other.shape
+        and len(one) % BLOCK == 0
+        and one.dtype == other.dtype
+        and one.device == other.device
+        and one.requires_grad == other.requires_grad
+    )
 
 
 class LinearFP8(nn.Linear):

@@ -47,10 +47,14 @@ def gated(
     """
     if bias is None and type(weight) in PLAIN:
         return gated_linear_fp8(x, weight, act, quantized=quantized)
-    both = linear_fp8(x, weight, bias, quantized=quantized)
+    return quantized_gate(act, linear_fp8(x, weight, bias, quantized=quantized))
+
+
+def quantized_gate(act: Gate, gate: Tensor, up: Tensor | None = None) -> Quantized:
+    """The gated unit of two tensors, or of the halves of one, in float8_e4m3fn."""
     if act == "silu":
-        return swiglu_fp8(both)
-    return geglu_fp8(both, approximate="none" if act == "gelu" else "tanh")
+        return swiglu_fp8(gate, up)
+    return geglu_fp8(gate, up, approximate="none" if act == "gelu" else "tanh")
 
 
 def activated(act: str, x: Tensor) -> Tensor:

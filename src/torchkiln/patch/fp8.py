@@ -6,7 +6,7 @@ run: the report has the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,14 +19,15 @@ from torch.nn import functional as F
 
 from torchkiln.nn.matmul import MLP, GatedMLP, pair_in_fp8
 from torchkiln.nn.plain import has_hooks
-from torchkiln.nn.quantize import CACHES, product
-from torchkiln.ops.quantize import linear_fp8, quantize
+from torchkiln.nn.quantize import can_join, forget_layer, gated_product, product, weight_of
+from torchkiln.ops import _pair_fp8
+from torchkiln.ops.quantize import Quantized, linear_fp8, quantize
 from torchkiln.patch.compare import Comparison
 from torchkiln.patch.formula.linear import is_called_as_usual, is_tracing, plain_parameters
 from torchkiln.patch.plan import Plan, plan_of
 from torchkiln.patch.probe import numbers, relative_error
 from torchkiln.patch.report import Replacement
-from torchkiln.typing import Head
+from torchkiln.typing import Gate, Head
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -61,9 +62,13 @@ class LinearInFP8(Plan):
 
     def fits(self, module: Any, *args: Any) -> bool:
         """Whether the product takes the call, and gains."""
-        return len(args) == 1 and takes(module, args[0])
+        return len(args) == 1 and (type(args[0]) is Quantized or takes(module, args[0]))
 
-    def forward(self, module: Any, x: Tensor, *_: Any) -> Tensor:
+    def takes_quantized(self, module: Any, x: Tensor, place: int | str | None) -> bool:
+        """Whether the product takes the call."""
+        return place is None and takes(module, x)
+
+    def forward(self, module: Any, x: Tensor | Quantized, *_: Any) -> Tensor:
         """The product."""
         return product(module, x)
 
@@ -83,20 +88,38 @@ class PairInFP8(Plan):
         """Whether the products take the call, and gain."""
         if len(args) != 1:
             return False
-        first, down = layers_of(module)
-        one, other = map(plain_parameters, (first, down))
-        if one is None or other is None or not alike(one[0], other[0]):
-            return False
-        return takes(first, args[0]) and gains(rows_of(args[0]), other[0])
+        return type(args[0]) is Quantized or take_pair(*layers_of(module), x=args[0])
 
-    def forward(self, module: Any, x: Tensor, *_: Any) -> Tensor:
+    def takes_quantized(self, module: Any, x: Tensor, place: int | str | None) -> bool:
+        """Whether the products take the call."""
+        return place is None and self.fits(module, x)
+
+    def forward(self, module: Any, x: Tensor | Quantized, *_: Any) -> Tensor:
         """Both products, and what is between them."""
         return pair_in_fp8(module, x)
 
 
-def alike(one: Tensor, other: Tensor) -> bool:
-    """Whether two weights are on one device, in one dtype."""
-    return one.device == other.device and one.dtype == other.dtype
+def take_pair(*layers: Any, x: Any) -> bool:
+    """Whether layers run a call in FP8, and so does the last of them on their result."""
+    given = [plain_parameters(layer) for layer in layers]
+    weights = [parameters[0] for parameters in given if parameters is not None]
+    if len(weights) < len(layers) or len({(w.device, w.dtype) for w in weights}) > 1:
+        return False
+    return all(takes(layer, x) for layer in layers[:-1]) and gains(rows_of(x), weights[-1])
+
+
+def gated_in_fp8(
+    act: Gate, x: Tensor | Quantized, gate: Any, up: Any = None, *, swapped: bool = False
+) -> Quantized:
+    """The gated unit of two layers in FP8, or of the halves of one; swapped: its second half."""
+    if up is None and swapped:
+        return _pair_fp8.quantized_gate(act, *product(gate, x).chunk(2, -1)[::-1])
+    if up is None:
+        return _pair_fp8.gated(act, gate.weight, gate.bias, x, weight_of(gate))
+    if can_join(gate, up):
+        return gated_product(gate, up, x, act)
+    one = x if isinstance(x, Quantized) else quantize(x)
+    return _pair_fp8.quantized_gate(act, product(gate, one), product(up, one))
 
 
 def layers_of(module: nn.Module) -> tuple[Any, Any]:
@@ -180,19 +203,29 @@ def is_differentiated() -> bool:
 
 def outputs_in_fp8(x: Any, layers: tuple[Any, ...]) -> list[Any]:
     """The outputs of layers that share an input, quantised once; empty if one is not in FP8."""
-    if len(layers) < 2 or type(x) is not Tensor:
-        return []
-    if torch.is_autocast_enabled(x.device.type):  # a quantised x has no dtype to cast
-        return []
-    if not all(is_in_fp8(layer) and not has_hooks(layer) and takes(layer, x) for layer in layers):
+    if type(x) is Quantized:
+        return [product(layer, x) for layer in layers]
+    if len(layers) < 2 or not can_share(layers, x):
         return []
     one = quantize(x)
     return [product(layer, one) for layer in layers]
 
 
+def can_share(layers: Sequence[Any], x: Any) -> bool:
+    """Whether layers that read x run in FP8, all of them, and do nothing else."""
+    if not is_quantizable(x) or not all(map(is_in_fp8, layers)):
+        return False
+    return all(takes(layer, x) for layer in layers)
+
+
+def is_quantizable(x: Any) -> bool:
+    """Whether modules may get a quantised x: under autocast it would have no dtype to cast."""
+    return type(x) is Tensor and not torch.is_autocast_enabled(x.device.type)
+
+
 def is_in_fp8(layer: Any) -> bool:
-    """Whether a layer has got a product in FP8."""
-    return isinstance(plan_of(layer), LinearInFP8)
+    """Whether a call of a layer is a product in FP8, and nothing else."""
+    return isinstance(plan_of(layer), LinearInFP8) and not has_hooks(layer)
 
 
 def heads_of(model: nn.Module) -> set[nn.Module]:
@@ -309,4 +342,4 @@ def forget(modules: Iterable[nn.Module]) -> None:
     """Frees the quantised weights of modules."""
     for module in modules:
         for part in module.modules():
-            CACHES.pop(part, None)
+            forget_layer(part)

@@ -66,6 +66,13 @@ class Plan(ABC):
         """Whether the op takes this call; the original forward runs otherwise."""
         return True
 
+    def takes_quantized(self, _: Any, __: Tensor, ___: int | str | None) -> bool:
+        """Whether a call of the module takes the result of ``quantize(x)`` in place of ``x``.
+
+        The last argument is the place of x: None if x is the only argument, a position, or a name.
+        """
+        return False
+
     def stays(self, *_: Any) -> bool:
         """Whether the op stays while ``torch.compile`` records a call.
 

@@ -13,21 +13,24 @@ from torch import Tensor, nn
 
 from torchkiln.nn.plain import attribute, has_hooks
 from torchkiln.ops.gated import geglu, swiglu
+from torchkiln.ops.quantize import Quantized
 from torchkiln.patch.formula.layout import Value
 from torchkiln.patch.formula.proven import ProvenPlan, is_ordered
 from torchkiln.patch.formula.recorder import Recorder
 from torchkiln.patch.formula.terms import NoFormulaError
 from torchkiln.patch.formula.trace import WIDTHS, Situation, Stub, Traced, Tracer
+from torchkiln.patch.fp8 import gated_in_fp8, is_in_fp8, is_quantizable, take_pair
 from torchkiln.patch.plan import Match
 from torchkiln.patch.probe import first_dtype, numbers, shallow_copy
 from torchkiln.patch.source.shared import shared
+from torchkiln.typing import Gate
 
 OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "swiglu": swiglu,
     "geglu": geglu,
     "geglu_tanh": lambda gate, up: geglu(gate, up, "tanh"),
 }
-ACTS = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
+ACTS: dict[str, Gate] = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
 """The activation of each op."""
 
 HIDDEN = 24
@@ -61,14 +64,48 @@ class Gated(ProvenPlan):
 
     def fits(self, module: Any, *args: Any) -> bool:
         """Whether this is a proven call."""
+        if len(args) == 1 and type(args[0]) is Quantized:
+            return True
         if len(args) != 1 or not self.takes(module, *args):
             return False
         names = filter(None, (self.gate, self.up, self.down)) if self.reads_weights else ()
         layers = map(module.get_submodule, names)
         return all(getattr(layer.weight, "dtype", None) is args[0].dtype for layer in layers)
 
-    def forward(self, module: Any, x: Tensor) -> Tensor:
+    def takes_quantized(self, module: Any, x: Tensor, place: int | str | None) -> bool:
+        """Whether the gate of a proven call is written in FP8."""
+        return place is None and self.fits(module, x) and self.is_in_fp8(module, x)
+
+    def is_in_fp8(self, module: Any, x: Any) -> bool:
+        """Whether all products are in FP8, and no dropout is between them."""
+        names = [name for name in (self.gate, self.up, self.down) if name is not None]
+        layers = [submodule(module, name) for name in names]
+        if not is_quantizable(x) or not all(map(is_in_fp8, layers)):
+            return False
+        dropouts = (submodule(module, name) for name in self.before)
+        return all(map(is_idle, dropouts)) and take_pair(*layers, x=x)
+
+    def forward(self, module: Any, x: Tensor | Quantized) -> Tensor:
         """The calls of the submodules in their order, with the op between them."""
+        if isinstance(x, Quantized) or self.is_in_fp8(module, x):
+            h: Any = self.hidden_in_fp8(module, x)
+            steps: tuple[str, ...] = (self.down, *self.after)
+        else:
+            h, steps = self.hidden(module, x), (*self.before, self.down, *self.after)
+        for name in steps:
+            h = submodule(module, name)(h)
+        result: Tensor = h
+        return result
+
+    def hidden_in_fp8(self, module: Any, x: Tensor | Quantized) -> Quantized:
+        """The gated unit in float8_e4m3fn."""
+        gate, act = submodule(module, self.gate), ACTS[self.op]
+        if self.up is not None:
+            return gated_in_fp8(act, x, gate, submodule(module, self.up))
+        return gated_in_fp8(act, x, gate, swapped=self.swapped)
+
+    def hidden(self, module: Any, x: Tensor) -> Tensor:
+        """The gated unit."""
         if self.up is None:
             (both,) = shared(x, submodule(module, self.gate))
             gate, up = both.chunk(2, -1)
@@ -77,10 +114,13 @@ class Gated(ProvenPlan):
             gate, up = shared(x, second, first) if self.swapped else shared(x, first, second)
         if self.swapped:
             gate, up = up, gate
-        h = product(self.op, gate, up)
-        for name in (*self.before, self.down, *self.after):
-            h = submodule(module, name)(h)
-        return h
+        return product(self.op, gate, up)
+
+
+def is_idle(dropout: Any) -> bool:
+    """Whether a call of a dropout returns its argument."""
+    is_plain = type(dropout) is nn.Dropout and not has_hooks(dropout)
+    return is_plain and not (dropout.training and dropout.p)
 
 
 def submodule(module: nn.Module, name: str) -> Any:
