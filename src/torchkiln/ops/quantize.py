@@ -24,6 +24,11 @@ class Quantized(NamedTuple):
     gradient of the product to it. If it was never written, as by :func:`rms_norm_fp8`, a tensor of
     its shape and dtype that stands for it: without memory, its values are undefined."""
 
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the tensor."""
+        return self.data.shape
+
 
 class QuantizedWeight(NamedTuple):
     """A weight in float8_e4m3fn: each 128 x 128 elements are ``data * scale``."""

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from torchkiln.patch.fed import norm_for
 from torchkiln.patch.source.angles import ANGLES, noted, rewrite_angles
 from torchkiln.patch.source.code import forward_of
 from torchkiln.patch.source.dropout import rewrite_dropouts
+from torchkiln.patch.source.feeds import NORM, rewrite_feeds
 from torchkiln.patch.source.heads import LOSS_FUNCTION, Head, rewrite_head
 from torchkiln.patch.source.layer import LINEAR_ACT, linear_act, rewrite_layers
 from torchkiln.patch.source.logits import LOGITS, logits_of, takes_logits
@@ -25,6 +27,7 @@ from torchkiln.patch.source.text import definition, parsed
 
 HELPERS: dict[str, Callable[..., Any]] = {
     ADD_NORM: add_norm,
+    NORM: norm_for,
     LINEAR_ACT: linear_act,
     SHARED: outputs,
     LOSS: loss_of,
@@ -48,6 +51,7 @@ class Calls(NamedTuple):
     ropes: int = 0
     angles: str = ""
     head: tuple[str, ...] = ()
+    fed: list[tuple[str, str]] = []  # noqa: RUF012  never changed
 
 
 class Names(NamedTuple):
@@ -70,17 +74,21 @@ class Names(NamedTuple):
     """Whether the forward returns cos and sin for rotations."""
     head: tuple[str, ...] = ()
     """The :class:`~torchkiln.patch.source.heads.Head`, if a loss is made of its logits."""
+    feeding: Collection[str] = ()
+    """Norms whose results may be written in FP8."""
+    readers: Collection[str] = ()
+    """Modules with layers in FP8."""
 
     @property
     def kinds(self) -> list[str]:
         """The kinds of replacement for which there are enough modules."""
         pairs = self.layers and self.acts
         rotates = self.ropes or self.angles
-        found = {
+        found: dict[str, Any] = {
             "head": self.head,
             "residual": self.norms,
             "mlp": pairs,
-            "linear": len(self.wide) > 1,
+            "linear": len(self.wide) > 1 or bool(self.readers),
         }
         found |= {"rope": rotates, "loss": self.losses}
         return [kind for kind, has in found.items() if has]
@@ -97,7 +105,8 @@ def rewrite(node: ast.FunctionDef, function: FunctionType, names: Names) -> Call
     dropouts = rewrite_dropouts(node, ADD_NORM, names.dropouts)
     layers = rewrite_layers(node, names.layers, names.acts)
     found = rewrite_shared(node, names.wide, names.quiet, names.properties)
-    return Calls(sums, layers, count, dropouts, found, ropes, angles, names.head)
+    fed = rewrite_feeds(node, names.feeding, names.readers)
+    return Calls(sums, layers, count, dropouts, found, ropes, angles, names.head, fed)
 
 
 def calls_of(cls: type[nn.Module], names: Names) -> Calls | str:

@@ -12,12 +12,12 @@ from collections.abc import Collection, Iterator
 from copy import deepcopy
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.compiler import is_compiling
 
 from torchkiln.nn.plain import has_hooks
 from torchkiln.ops.dropout import dropout_add
-from torchkiln.ops.norm import add_layer_norm, add_rms_norm
+from torchkiln.patch.fed import Place, added, feeds, norm_for, op_name
 from torchkiln.patch.formula.linear import is_plain
 from torchkiln.patch.formula.norm import Norm
 from torchkiln.patch.formula.torch_modules import TorchModule
@@ -38,7 +38,7 @@ OP_OF = {"rms_norm": "add_rms_norm", "layer_norm": "add_layer_norm"}
 
 def op_of(plan: Plan) -> str | None:
     """The name of the op for a sum and the norm of a plan."""
-    return OP_OF.get(str(plan).partition("(")[0]) if plan.kind == "norm" else None
+    return OP_OF.get(op_name(plan)) if plan.kind == "norm" else None
 
 
 def is_kept(plan: Plan, a: Tensor) -> bool:
@@ -46,24 +46,23 @@ def is_kept(plan: Plan, a: Tensor) -> bool:
     return not is_compiling() or stays(op_of(plan) or "", a)
 
 
-def added(plan: Plan, norm: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """``(norm(a + b), a + b)`` in one op, for a norm with this plan."""
-    if isinstance(plan, Norm):
-        op = add_rms_norm if plan.op == "rms_norm" else add_layer_norm
-        return op(a, b, a.shape[-1:], **plan.options(norm))
-    if isinstance(norm, nn.LayerNorm):
-        return add_layer_norm(a, b, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
-    return add_rms_norm(a, b, norm.normalized_shape, norm.weight, norm.eps)
-
-
 def add_norm(
-    *, a: Any, b: Any, norm: Any, owner: Any = None, left: Any = ..., right: Any = ...
+    *,
+    a: Any,
+    b: Any,
+    norm: Any,
+    owner: Any = None,
+    left: Any = ...,
+    right: Any = ...,
+    to: str = "",
+    at: Place = None,
 ) -> tuple[Any, Any]:
     """``(norm(a + b), a + b)``, by one op where it takes the call.
 
     ``left`` is a dropout of ``a``, ``right`` one of ``b``. If a dropout drops elements, dropout and
     sum are one op, and the norm is another. Ellipsis means no dropout, because an attribute may be
-    None. With an owner, ``norm`` is the name of the owner's norm, which is read after the sum.
+    None. With an owner, ``norm`` is the name of the owner's norm, which is read after the sum, and
+    ``to`` may be the name of the module that reads the norm, as argument ``at``.
     """
     if left is not ... and drops(left, a, b):
         total = dropout_add(a, b, left.p)
@@ -80,9 +79,13 @@ def add_norm(
             and not has_hooks(found)
             and is_kept(plan, a)
         ):
-            return added(plan, found, a, b)
+            quantized = bool(to) and feeds(found, a, owner, to, at)
+            return added(plan, found, a, b, quantized=quantized)
         total = a + b
-    return read(owner, norm)(total), total
+    found = read(owner, norm)
+    if to:
+        return norm_for(norm=found, x=total, owner=owner, to=to, at=at), total
+    return found(total), total
 
 
 def is_sum_of_op(a: Any, b: Any) -> bool:

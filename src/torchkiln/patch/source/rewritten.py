@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchkiln.nn.plain import is_torchs
+from torchkiln.patch.fed import added
+from torchkiln.patch.fp8 import can_share
 from torchkiln.patch.plan import Match, Plan
 from torchkiln.patch.probe import cast
 from torchkiln.patch.report import Replacement
 from torchkiln.patch.source.calls import HELPERS, Calls, Names, calls_of, rewrite
 from torchkiln.patch.source.code import properties, remade
 from torchkiln.patch.source.dropout import is_dropout
+from torchkiln.patch.source.feeds import Fed, fed_parameter
 from torchkiln.patch.source.heads import Head
 from torchkiln.patch.source.layer import act_to_be, compared
 from torchkiln.patch.source.loss_calls import may_call
-from torchkiln.patch.source.residual import added, op_of
+from torchkiln.patch.source.residual import op_of
 from torchkiln.patch.source.rotary import Rotary
 from torchkiln.patch.source.shared import is_sharable
 
@@ -57,7 +63,11 @@ class Rewritten(Plan):
     """What is known of cos and sin that the forward returns."""
     head: tuple[str, ...] = ()
     """The name of a head and its mode, if a loss is made of its logits."""
+    fed: tuple[tuple[str, str], ...] = ()
+    """The names of norms, and of the modules that read their results in FP8."""
     function: Callable[..., Any] = field(init=False, repr=False, compare=False)
+    reads: Fed | None = field(init=False, repr=False, compare=False)
+    """The parameter that only layers of the module read."""
 
     @property
     def kind(self) -> str:  # type: ignore[override]
@@ -80,10 +90,28 @@ class Rewritten(Plan):
         return original.__name__ if self.losses or self.head else super().class_name(original)
 
     def __post_init__(self) -> None:
-        made = remade(
-            self.owner, lambda node, function: rewrite(node, function, self.names), **HELPERS
-        )
+        reads: list[Fed | None] = [None]
+
+        def change(node: ast.FunctionDef, function: FunctionType) -> None:
+            rewrite(node, function, self.names)
+            reads.append(fed_parameter(node))
+
+        made = remade(self.owner, change, **HELPERS)
         object.__setattr__(self, "function", made)
+        object.__setattr__(self, "reads", reads[-1] if passes_arguments(self.owner) else None)
+
+    def takes_quantized(self, module: Any, x: Tensor, place: int | str | None) -> bool:
+        """Whether all layers that read the argument are in FP8."""
+        reads = self.reads
+        if reads is None:
+            return False
+        if place != reads.parameter and not (place in {None, 0} and reads.is_first):
+            return False
+        try:
+            layers = [module.get_submodule(name) for name in reads.layers]
+        except AttributeError:  # it is a method
+            return False
+        return can_share(layers, x)
 
     @property
     def names(self) -> Names:
@@ -100,6 +128,8 @@ class Rewritten(Plan):
             bool(self.ropes),
             bool(self.angles),
             self.head,
+            [norm for norm, _ in self.fed],
+            [reader for _, reader in self.fed],
         )
 
     def method(self, _: type[nn.Module]) -> Callable[..., Any]:
@@ -112,6 +142,7 @@ class Rewritten(Plan):
         calls += [f"linear({act}) at {layer}" for layer, _, act in self.layers]
         if self.shared:
             calls.append(f"one sum of gradients for {', '.join(self.shared)}")
+        calls += [f"{norm} in FP8 for {reader}" for norm, reader in self.fed]
         if self.ropes or self.angles:
             calls.append("rope" if self.ropes else "cos and sin for rope")
         if self.head:
@@ -133,7 +164,7 @@ class Rewrites:
         kinds: Collection[str],
         rotary: Rotary,
         heads: Mapping[nn.Module, Head],
-        quantized: Collection[nn.Module] = (),
+        quantized: AbstractSet[nn.Module] = frozenset(),
         *,
         exact: bool,
     ) -> None:
@@ -162,12 +193,14 @@ class Rewrites:
             ropes=module in self.rotary.errors,
             angles=module in self.rotary.angles,
             head=tuple(self.heads.get(module, ())),
+            readers=self.readers(children),
         )
         if module in self.rotary.reasons:
             row.kind, row.reason = "rope", self.rotary.reasons[module]
         if not names.kinds:
             return None
         names = names._replace(quiet=self.quiet(children), properties=properties(type(module)))
+        names = names._replace(feeding=names.quiet if names.readers else ())
         key = (type(module), *(x if isinstance(x, bool) else frozenset(x) for x in names))
         if key not in self.calls:
             self.calls[key] = calls_of(type(module), names)
@@ -187,6 +220,7 @@ class Rewrites:
             found.ropes,
             found.angles,
             found.head,
+            tuple(found.fed),
         )
         if (type(module), calls) not in self.plans:
             self.plans[type(module), calls] = Rewritten(type(module), *calls)
@@ -234,6 +268,10 @@ class Rewrites:
         is_wanted = "linear" in self.kinds and not self.exact
         return [name for name in names if is_wanted and is_sharable(children[name])]
 
+    def readers(self, children: dict[str, nn.Module]) -> list[str]:
+        """The modules with layers in FP8."""
+        return [n for n, m in children.items() if not self.quantized.isdisjoint(m.modules())]
+
     def acts(self, children: dict[str, nn.Module]) -> dict[str, str]:
         """The activations."""
         given = {n: act_to_be(m, self.matches.get(m, (None, None))[1]) for n, m in children.items()}
@@ -272,6 +310,20 @@ class Rewrites:
                 expected = match.plan.forward(copy, a + b)
                 self.known[key] = torch.equal(total, a + b) and torch.equal(y, expected)
         return self.known[key]
+
+
+PASSING = frozenset(("transformers.utils.deprecation",))
+"""Modules whose decorators pass arguments on, and read none but those that they rename."""
+
+
+def passes_arguments(cls: type[nn.Module]) -> bool:
+    """Whether no decorator of a forward reads the arguments."""
+    function: Any = cls.forward
+    while hasattr(function, "__wrapped__"):
+        if function.__globals__.get("__name__") not in PASSING:
+            return False
+        function = function.__wrapped__
+    return True
 
 
 def worsen(row: Replacement, call: Replacement, *, bitwise: bool = True) -> None:

@@ -1,0 +1,250 @@
+"""Norms before the modules that read their results, in the forward of a module.
+
+The forward tells the norm which module reads its result. Nothing else may read it: the result is
+the argument of one call, and its variable is set again before another use.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Collection, Iterator
+from typing import NamedTuple
+
+from torchkiln.patch.source.code import GUARDS, blocks
+from torchkiln.patch.source.layer import OwnScope, call_of, captured, helper_call
+from torchkiln.patch.source.residual import ADD_NORM, NORMED, is_copy, stored
+from torchkiln.patch.source.shared import SHARED
+
+NORM = "_kiln_norm"
+"""The helper in rewritten source: ``norm(x)``, for a module that reads it."""
+
+READS_ALL = frozenset(("locals", "vars", "eval", "exec", "dir", "globals"))
+"""Functions that may read any variable."""
+
+
+class Fed(NamedTuple):
+    """A parameter of a forward that only layers read, and its shape."""
+
+    parameter: str
+    is_first: bool
+    layers: tuple[str, ...]
+
+
+def rewrite_feeds(
+    node: ast.FunctionDef, norms: Collection[str], readers: Collection[str]
+) -> list[tuple[str, str]]:
+    """Rewrite norms before calls of readers; returns the names of both."""
+    if not norms or not readers or reads_all(node):
+        return []
+    found: list[tuple[str, str]] = []
+    closed = captured(node)
+    for block in blocks(node, but=GUARDS):
+        for index in range(len(block)):
+            found += rewrite_pair(node, block, index, norms, readers, closed)
+    inline = Inline(norms, readers)
+    inline.generic_visit(node)
+    return [*found, *inline.found]
+
+
+def rewrite_pair(  # noqa: PLR0917
+    node: ast.FunctionDef,
+    block: list[ast.stmt],
+    index: int,
+    norms: Collection[str],
+    readers: Collection[str],
+    closed: Collection[str],
+) -> Iterator[tuple[str, str]]:
+    """Rewrite ``y = self.norm(x)`` before ``... = self.reader(y)``, with copies between."""
+    first = block[index]
+    if not isinstance(first, ast.Assign) or len(first.targets) != 1:
+        return
+    target = first.targets[0]
+    if not isinstance(target, ast.Name) or target.id in closed:
+        return
+    maker = maker_of(block, index, norms)
+    at = next(
+        (i for i, one in enumerate(block[index + 1 :], index + 1) if not passes(one, target.id)),
+        len(block),
+    )
+    if maker is None or at == len(block):
+        return
+    call = reading(block[at], target.id, readers)
+    if call is None or not is_dead(node, block, at, target.id):
+        return
+    name, helper = maker
+    to, place = call
+    tell(helper, first, to, place)
+    yield name, to
+
+
+def maker_of(
+    block: list[ast.stmt], index: int, norms: Collection[str]
+) -> tuple[str, ast.Call] | None:
+    """The name of the norm that makes the value of a statement, and its call or that of a sum."""
+    value = getattr(block[index], "value", None)
+    call = call_of(value, norms)
+    if call is not None and isinstance(value, ast.Call):
+        return call[0], value
+    if not isinstance(value, ast.Name) or value.id != NORMED:
+        return None
+    for statement in reversed(block[:index]):
+        if NORMED in stored([statement]):
+            sum_: ast.Call | None = getattr(statement, "value", None)
+            given = {word.arg: word.value for word in sum_.keywords} if sum_ else {}
+            norm = given.get("norm")
+            if sum_ is not None and isinstance(norm, ast.Constant) and "owner" in given:
+                return str(norm.value), sum_
+            return None
+    return None
+
+
+def tell(call: ast.Call, at: ast.stmt, to: str, place: int | str | None) -> None:
+    """Add the reader to a helper's call of a sum, or make the call of a norm one of a helper."""
+    given: dict[str, ast.expr] = {"to": ast.Constant(to), "at": ast.Constant(place)}
+    if not (isinstance(call.func, ast.Name) and call.func.id == ADD_NORM):
+        given = {
+            "norm": call.func,
+            "x": call.args[0],
+            "owner": ast.Name("self", ast.Load()),
+            **given,
+        }
+        call.func, call.args = ast.Name(NORM, ast.Load()), []
+    call.keywords += helper_call(NORM, **given).keywords
+    ast.fix_missing_locations(ast.copy_location(call, at))
+
+
+def passes(statement: ast.stmt, variable: str) -> bool:
+    """Whether a statement copies or deletes other variables."""
+    if isinstance(statement, ast.Delete):
+        names = [part.id for part in statement.targets if isinstance(part, ast.Name)]
+        return len(names) == len(statement.targets) and variable not in names
+    return is_copy(statement) and variable not in mentioned(statement)
+
+
+def mentioned(node: ast.AST) -> list[str]:
+    """The variables of a statement, once for each use."""
+    return [part.id for part in ast.walk(node) if isinstance(part, ast.Name)]
+
+
+def reading(
+    statement: ast.stmt, variable: str, readers: Collection[str]
+) -> tuple[str, int | str | None] | None:
+    """The reader that a statement calls with a variable, and the place of the variable."""
+    if not isinstance(statement, (ast.Assign, ast.Return, ast.AnnAssign)):
+        return None
+    value = statement.value
+    sides = [value.left, value.right] if isinstance(value, ast.BinOp) else [value]
+    calls = [side for side in sides if isinstance(side, ast.Call)]
+    names = [side.id for side in sides if isinstance(side, ast.Name)]
+    if len(calls) != 1 or len(calls) + len(names) < len(sides) or variable in names:
+        return None
+    if mentioned(calls[0]).count(variable) != 1:
+        return None
+    place = place_of(calls[0], readers, lambda part: is_name(part, variable))
+    return None if place is None else (place[0], place[1])
+
+
+def is_name(part: ast.AST, variable: str) -> bool:
+    """Whether an expression is this variable."""
+    return isinstance(part, ast.Name) and part.id == variable
+
+
+def place_of(
+    call: ast.Call, readers: Collection[str], is_given: Callable[[ast.AST], bool]
+) -> tuple[str, int | str | None, ast.expr] | None:
+    """The reader that is called, the place of an argument of it, and the argument."""
+    path = ast.unparse(call.func)
+    name = path.removeprefix("self.")
+    if name == path or name not in readers:
+        return None
+    if call.args and is_given(call.args[0]):
+        alone = len(call.args) == 1 and not call.keywords
+        return name, None if alone else 0, call.args[0]
+    for word in call.keywords:
+        if word.arg is not None and is_given(word.value):
+            return name, word.arg, word.value
+    return None
+
+
+def is_dead(node: ast.FunctionDef, block: list[ast.stmt], at: int, variable: str) -> bool:
+    """Whether no statement after ``block[at]`` reads the variable before it is set again."""
+    if isinstance(block[at], ast.Return) or variable in stored([block[at]]):
+        return True
+    for statement in block[at + 1 :]:
+        loads = [
+            part
+            for part in ast.walk(statement)
+            if is_name(part, variable) and not isinstance(getattr(part, "ctx", None), ast.Store)
+        ]
+        if loads:
+            return False
+        if isinstance(statement, ast.Assign) and variable in stored([statement]):
+            return True
+        if isinstance(statement, ast.Return):
+            return True
+    return block is node.body
+
+
+def reads_all(node: ast.FunctionDef) -> bool:
+    """Whether a function may read variables by other means than their names."""
+    return not READS_ALL.isdisjoint(mentioned(node))
+
+
+class Inline(OwnScope, ast.NodeTransformer):
+    """Rewrites ``self.reader(self.norm(x))``."""
+
+    def __init__(self, norms: Collection[str], readers: Collection[str]) -> None:
+        self.norms, self.readers = norms, readers
+        self.found: list[tuple[str, str]] = []
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        """Rewrites a call of a norm in a call of a reader."""
+        self.generic_visit(node)
+        place = place_of(node, self.readers, lambda part: call_of(part, self.norms) is not None)
+        if place is None:
+            return node
+        to, at, inner = place
+        call = call_of(inner, self.norms)
+        assert call is not None
+        assert isinstance(inner, ast.Call)
+        self.found.append((call[0], to))
+        given: ast.Call = inner
+        statement = ast.copy_location(ast.Expr(inner), inner)
+        tell(given, statement, to, at)
+        return node
+
+
+def fed_parameter(node: ast.FunctionDef) -> Fed | None:
+    """The first parameter that a forward passes to submodules, if it reads its shape only.
+
+    The submodules may be methods.
+    """
+    names = [arg.arg for arg in node.args.args[1:]]
+    parents = {child: part for part in ast.walk(node) for child in ast.iter_child_nodes(part)}
+    if reads_all(node):
+        return None
+    for index, name in enumerate(names):
+        uses = [part for part in ast.walk(node) if is_name(part, name)]
+        readers = [read_by(use, parents) for use in uses]
+        if any(readers) and all(reader is not None for reader in readers):
+            found = {layer for reader in readers for layer in reader or ()}
+            return Fed(name, index == 0, tuple(sorted(found)))
+    return None
+
+
+def read_by(use: ast.AST, parents: dict[ast.AST, ast.AST]) -> tuple[str, ...] | None:
+    """The submodules that read a variable; none for its shape, None for other uses."""
+    parent = parents[use]
+    if isinstance(parent, ast.Attribute):
+        return () if parent.attr == "shape" and isinstance(parent.ctx, ast.Load) else None
+    if not isinstance(parent, ast.Call):
+        return None
+    path = ast.unparse(parent.func)
+    if path.startswith("self.") and len(parent.args) == 1 and not parent.keywords:
+        return (path.removeprefix("self."),)
+    is_shared = isinstance(parent.func, ast.Name) and parent.func.id == SHARED
+    if not is_shared or parent.args[0] is not use:
+        return None
+    made = parent.args[1]
+    assert isinstance(made, ast.Tuple)
+    return tuple(ast.unparse(layer).removeprefix("self.") for layer in made.elts)
