@@ -111,6 +111,18 @@ def linear_fp8(call: Call) -> Choices:
             yield [Partial()], {**weight, **given, "bias": Partial()}
 
 
+def gated_linear_fp8(call: Call) -> Choices:
+    """All dimensions of x but the last. A shard of the weight's rows would part gate from up."""
+    for dim in range(rank(call.x) - 1):
+        yield [Shard(dim)] * 3, dict.fromkeys(("x", "scale", "source"), Shard(dim))
+
+
+def gated_fp8_backward(call: Call) -> Choices:
+    """Rows in the first dimension, in whole blocks; the last two results are turned."""
+    if rows_hold_blocks(call.packed):
+        yield [Shard(0), Shard(0), Shard(1), Shard(1)], {"grad": Shard(0), "packed": Shard(0)}
+
+
 def gated_fp8(call: Call) -> Choices:
     """All dimensions but the last, along which scales are shared: data, scale, and a stand-in."""
     for dim in range(rank(call.gate) - 1):
@@ -135,6 +147,8 @@ CHOICES = {
     "add_rms_norm_fp8": add_norm_fp8,
     "dequantize": dequantize,
     "_gated_fp8": gated_fp8,
+    "_gated_fp8_backward": gated_fp8_backward,
+    "gated_linear_fp8": gated_linear_fp8,
     "layer_norm_fp8": norm_fp8,
     "linear_fp8": linear_fp8,
     "_norm_fp8_forward": with_statistics(norm_fp8),

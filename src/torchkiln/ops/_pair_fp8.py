@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from torchkiln.ops.activation import ACTIVATIONS
@@ -19,7 +19,6 @@ from torchkiln.ops.quantize import (
 from torchkiln.typing import Activation, Gate, Precision, Saved
 
 Operand = Tensor | Quantized
-PLAIN = (Tensor, nn.Parameter)
 
 
 def check(op: str, precision: str, act: str, save: str) -> None:
@@ -41,11 +40,8 @@ def gated(
     x: Operand,
     quantized: QuantizedWeight | None = None,
 ) -> Quantized:
-    """The gated unit of a layer, as the operand of a product.
-
-    A DTensor takes the parts, which have sharding rules.
-    """
-    if bias is None and type(weight) in PLAIN:
+    """The gated unit of a layer, as the operand of a product."""
+    if bias is None:
         return gated_linear_fp8(x, weight, act, quantized=quantized)
     return quantized_gate(act, linear_fp8(x, weight, bias, quantized=quantized))
 
