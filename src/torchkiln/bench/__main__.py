@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from torchkiln.bench import fuzz, report
+from torchkiln.bench import fuzz, producers, report
 from torchkiln.bench.case import named
 from torchkiln.bench.clock import device_clock
 from torchkiln.bench.measure import CudaGauge, Settings
@@ -45,7 +45,8 @@ def plan(options: argparse.Namespace) -> Plan:
             "allocated bytes of GPUs only; leave --memory out"
         )
     gauge = CudaGauge(device) if options.memory else None
-    specs = specs_of(WHERE, "--specs", options.specs) if options.specs else SPECS
+    usual = (*SPECS, *producers.SPECS) if options.ops else SPECS
+    specs = specs_of(WHERE, "--specs", options.specs) if options.specs else usual
     on_cpu = options.threads or (torch.get_num_threads(),)
     return Plan(
         specs=tuple(named(options.ops, specs)),
