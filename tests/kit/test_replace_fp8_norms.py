@@ -305,6 +305,49 @@ def test_copies_pickles_checkpoints_and_the_way_back() -> None:
     assert torch.equal(found(x), plain(x))
 
 
+E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+
+KEPT = {
+    "the input and the sum, for the norms": [("tokens", SIZE, BF16)] * 2,
+    "norms, for the weights behind them": [("tokens", SIZE, E4M3)] * 2,
+    "query, key, value, and what attention returns": [("tokens", SIZE, BF16)] * 4,
+    "that, for the last weight": [(SIZE, "tokens", E4M3)],
+    "gate and up": [("tokens", 4 * SIZE, BF16)],
+    "the gated unit, for the last weight": [("tokens", 2 * SIZE, E4M3)],
+    "weights, for gradients of inputs": [
+        *([(SIZE, SIZE, E4M3)] * 4),
+        (SIZE, 4 * SIZE, E4M3),
+        (2 * SIZE, SIZE, E4M3),
+    ],
+}
+"""What a layer keeps for backward, beside scales and statistics: a tensor for each product."""
+
+
+def test_what_a_layer_keeps_for_backward() -> None:
+    found, x = model(Layer), draw()
+    torchkiln.replace(found, precision="fp8")
+    owned = {p.untyped_storage().data_ptr() for p in found.parameters()}
+    kept: dict[int, tuple[int, int, torch.dtype]] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        size = storage.nbytes() // tensor.itemsize
+        if storage.data_ptr() not in owned and size >= 2 * TOKENS * SIZE:
+            columns = tensor.shape[-1] if tensor.dim() < 4 else SIZE  # heads of attention
+            kept.setdefault(storage.data_ptr(), (size // columns, columns, tensor.dtype))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = found[0](x)
+    expected = Counter(
+        tuple(2 * TOKENS if part == "tokens" else part for part in one)
+        for each in KEPT.values()
+        for one in each
+    )
+    assert Counter(kept.values()) == expected
+    assert y.requires_grad
+
+
 def test_graphs_keep_the_norms() -> None:
     found, x = model(Layer), draw()
     torchkiln.replace(found, precision="fp8")
