@@ -286,6 +286,14 @@ def test_readers_that_change_after_the_replacement() -> None:
     assert not count.norms, "few rows run in the dtype of the layers"
 
 
+def test_reports_name_norms_and_readers() -> None:
+    report = torchkiln.replace(model(Layer), precision="fp8", dry_run=True)
+    assert "second in FP8 where mlp takes it" in report["0"].now
+    assert "first in FP8 where attn takes it" in report["0"].now
+    report = torchkiln.replace(model(Layer), precision="fp8", only="linear")
+    assert "takes it" not in str(report), "norms without an op stay"
+
+
 def test_copies_pickles_checkpoints_and_the_way_back() -> None:
     plain = model(Layer)
     found, x = copy.deepcopy(plain), draw()
@@ -307,7 +315,7 @@ def test_copies_pickles_checkpoints_and_the_way_back() -> None:
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
-KEPT = {
+KEPT: dict[str, list[tuple[Any, ...]]] = {
     "the input and the sum, for the norms": [("tokens", SIZE, BF16)] * 2,
     "norms, for the weights behind them": [("tokens", SIZE, E4M3)] * 2,
     "query, key, value, and what attention returns": [("tokens", SIZE, BF16)] * 4,
@@ -354,3 +362,22 @@ def test_graphs_keep_the_norms() -> None:
     compiled: Any = torch.compile(found, backend="aot_eager", fullgraph=True)
     y, expected = compiled(x), found(x)
     assert (y - expected).float().norm() < 0.02 * expected.float().norm()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_programs_have_the_products_of_the_layers(*, strict: bool) -> None:
+    """They may run on other devices; own modules in FP8 export their products in FP8."""
+    found, x = model(Layer), draw().detach()
+    plain = copy.deepcopy(found)
+    torchkiln.replace(found, precision="fp8")
+    program: Any = torch.export.export(found, (x,), strict=strict)
+    assert not [node for node in program.graph.nodes if "fp8" in str(node.target)]
+    y, expected = program.module()(x), plain(x)
+    assert (y - expected).float().norm() < 2.0**-7 * expected.float().norm()
+    own: Any = torchkiln.nn.TransformerBlock(SIZE, 4, hidden_features=SIZE, precision="fp8")
+    tokens = torch.randn(1, TOKENS, SIZE)
+    program = torch.export.export(own, (tokens,), strict=strict)
+    targets = {str(node.target) for node in program.graph.nodes}
+    names = ("rms_norm_fp8", "add_rms_norm_fp8", "gated_linear_fp8", "linear_fp8")
+    assert {f"torchkiln.{name}.default" for name in names} <= targets
+    assert all(map(torch.equal, program.module()(tokens), own(tokens)))

@@ -224,6 +224,30 @@ def test_norms_of_blocks_write_e4m3(
     assert torch.equal(y, expected)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_quantised_tensor_under_autocast(device: str) -> None:
+    """Its numbers stay; the result has the dtype of autocast, and all gradients their own."""
+    x, weight = (torch.randn(*s, device=device) for s in ((TOKENS, WIDTH), (HIDDEN, WIDTH)))
+    leaves = [x, weight / WIDTH**0.5, torch.rand(WIDTH, device=device)]
+    x, weight, scale = (leaf.requires_grad_() for leaf in leaves)
+    exact = linear_fp8(torchkiln.rms_norm_fp8(x, WIDTH, scale), weight)
+    with torch.autocast(device, torch.bfloat16):
+        given = torchkiln.rms_norm_fp8(x, WIDTH, scale)
+        y = linear_fp8(given, weight)
+        hidden = torchkiln.gated_linear_fp8(given, weight)
+    assert given.source is not None
+    assert given.source.dtype == torch.float32
+    assert hidden.source is not None
+    assert y.dtype == hidden.source.dtype == torch.bfloat16
+    assert torch.equal(y, exact.bfloat16())
+    grad = torch.randn_like(y)
+    found = torch.autograd.grad(y, (x, weight, scale), grad)
+    expected = torch.autograd.grad(exact, (x, weight, scale), grad.float())
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == torch.float32
+        assert relative(one, other) < 2.0**-7
+
+
 class Ops(TorchDispatchMode):
     """Lists the ops of torchkiln."""
 

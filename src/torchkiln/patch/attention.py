@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchkiln.patch.formula.linear import is_exporting
 from torchkiln.patch.plan import Plan
 from torchkiln.patch.report import Replacement
 from torchkiln.patch.search import replaced_before
@@ -79,11 +80,6 @@ def mask(**options: Any) -> Tensor | None:
         return None
     made: Tensor | None = sdpa_mask(**options)
     return made
-
-
-def is_exporting() -> bool:
-    """Whether a program is exported; in older Dynamo, ``is_exporting()`` is always true."""
-    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
 
 
 def needs_none(

@@ -23,7 +23,12 @@ from torchkiln.nn.quantize import can_join, forget_layer, gated_product, product
 from torchkiln.ops import _pair_fp8
 from torchkiln.ops.quantize import Quantized, linear_fp8, quantize
 from torchkiln.patch.compare import Comparison
-from torchkiln.patch.formula.linear import is_called_as_usual, is_tracing, plain_parameters
+from torchkiln.patch.formula.linear import (
+    is_called_as_usual,
+    is_exporting,
+    is_tracing,
+    plain_parameters,
+)
 from torchkiln.patch.plan import Plan, plan_of
 from torchkiln.patch.probe import numbers, relative_error
 from torchkiln.patch.report import Replacement
@@ -186,7 +191,7 @@ def gains(rows: Any, weight: Tensor) -> bool:
 def takes(layer: Any, x: Any) -> bool:
     """Whether a layer of torch runs a call in FP8."""
     given = plain_parameters(layer)
-    if given is None or is_tracing() or not is_called_as_usual(*given, x):
+    if given is None or is_tracing() or is_exporting() or not is_called_as_usual(*given, x):
         return False
     if not is_compiling() and is_differentiated():
         return False

@@ -52,6 +52,11 @@ def is_tracing() -> bool:
     return torch._C._get_tracing_state() is not None
 
 
+def is_exporting() -> bool:
+    """Whether a program is exported; in older Dynamo, ``is_exporting()`` is always true."""
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
+
+
 def find(module: Any) -> Match | str | None:
     """The plan of a layer for which the op takes less time in some calls."""
     if type(module) is not nn.Linear or not is_wide(module):

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from torchkiln.nn.plain import has_hooks
 from torchkiln.ops.cross_entropy import linear_cross_entropy
-from torchkiln.patch.formula.linear import is_tracing
+from torchkiln.patch.formula.linear import is_exporting, is_tracing
 from torchkiln.patch.plan import plan_of
 from torchkiln.patch.source.head_call import Call, Kept, check, kept, modes_of, within
 from torchkiln.patch.source.layer import taken
@@ -288,7 +288,7 @@ def waits(layer: Any, x: Any) -> tuple[Tensor, Tensor | None] | None:
 def is_recorded() -> bool:
     """Whether torch exports, traces or transforms the call: the results must be tensors."""
     if is_compiling():
-        return bool(getattr(torch.compiler, "_is_exporting_flag", False))
+        return is_exporting()
     is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
     return is_transformed or forward_ad._current_level >= 0 or is_tracing()
 

@@ -142,7 +142,7 @@ class Rewritten(Plan):
         calls += [f"linear({act}) at {layer}" for layer, _, act in self.layers]
         if self.shared:
             calls.append(f"one sum of gradients for {', '.join(self.shared)}")
-        calls += [f"{norm} in FP8 for {reader}" for norm, reader in self.fed]
+        calls += [f"{norm} in FP8 where {reader} takes it" for norm, reader in self.fed]
         if self.ropes or self.angles:
             calls.append("rope" if self.ropes else "cos and sin for rope")
         if self.head:
@@ -200,7 +200,8 @@ class Rewrites:
         if not names.kinds:
             return None
         names = names._replace(quiet=self.quiet(children), properties=properties(type(module)))
-        names = names._replace(feeding=names.quiet if names.readers else ())
+        feeding = [name for name in names.quiet if children[name] in self.matches]
+        names = names._replace(feeding=feeding if names.readers else ())
         key = (type(module), *(x if isinstance(x, bool) else frozenset(x) for x in names))
         if key not in self.calls:
             self.calls[key] = calls_of(type(module), names)
