@@ -150,7 +150,7 @@ void write_norms(const Gpu& gpu, int64_t rows, int64_t columns) {
         const Norm p = forward(call, centered, adds);
         write(gpu, call, "norm forward", operands, p, cuda::choose(p, call.alignment, gpu.device));
         if (call.dtype != Dtype::float64 && call.alignment == Alignment::vector) {
-          plans::write(gpu, call, "norm forward", (std::string(operands) + "_fp8").c_str(),
+          plans::write(gpu, call, "norm in E4M3", operands,
                        launch_of(plan_quantized(p, gpu.device), p));
         }
         const NormBackward q = backward(call, centered, adds);

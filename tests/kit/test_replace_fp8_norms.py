@@ -381,3 +381,27 @@ def test_exported_programs_have_the_products_of_the_layers(*, strict: bool) -> N
     names = ("rms_norm_fp8", "add_rms_norm_fp8", "gated_linear_fp8", "linear_fp8")
     assert {f"torchkiln.{name}.default" for name in names} <= targets
     assert all(map(torch.equal, program.module()(tokens), own(tokens)))
+
+
+def test_llama_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=SIZE,
+        intermediate_size=2 * SIZE,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=5 * SIZE // 4,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    found = transformers.LlamaForCausalLM(config).bfloat16()
+    tokens = torch.arange(2 * TOKENS).view(2, -1)
+    torchkiln.replace(found, precision="fp8")
+    with Count() as count:
+        found(tokens, labels=tokens).loss.backward()
+    assert count.norms == 4
+    assert count.found["_gated_fp8_backward"] == 2
+    assert not count.found["_gated_backward"]
+    # In each layer of the result of attention, and of the gradients of q, k, v, o and down.
+    assert count.found["quantize_both"] == 2 * (1 + 5)
+    assert not count.found["quantize"]
