@@ -87,6 +87,7 @@ void write_cross_entropy(const Gpu& gpu, int64_t rows, int64_t columns) {
             launch_of(cuda::choose(p, call.alignment, /*adds=*/true, gpu.device), call.rows));
       auto q = problem<CrossEntropyBackward>(call, spread);
       q.grad_logits = address();
+      q.grad_logits_dtype = call.dtype;
       q.grad_logits_row_stride = call.columns;
       write(gpu, call, "cross_entropy backward", operands,
             launch_of(gpu, cuda::choose(q, call.alignment), call.dtype));

@@ -166,6 +166,27 @@ def test_distributions_that_are_far_apart(direction: Direction, device: torch.de
     torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-2)
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("size", [1e-6, 1.0, 100.0])
+def test_incoming_gradients_of_any_size(
+    size: float, direction: Direction, device: torch.device
+) -> None:
+    """The gradient of the logits has float16 for the products; its bias has float32."""
+    given = layers(512, 300, device, torch.float16)
+    given["bias"] = given["bias"].float()
+    leaves = [given[name].requires_grad_() for name in ("weight", "bias")]
+    wide = {k: v.detach().double() for k, v in given.items()}
+    exact = [wide[name].requires_grad_() for name in ("weight", "bias")]
+    factors = size * (1 + torch.rand(512, device=device))
+    options: dict[str, Any] = {"direction": direction, "temperature": 0.7, "beta": 0.2}
+    ours = torch.autograd.grad(torchkiln.linear_kl(**given, **options), leaves, factors)
+    theirs = torch.autograd.grad(truth(wide, **options), exact, factors.double())
+    assert (ours[1] - theirs[1]).norm() <= 1e-4 * theirs[1].norm()
+    # The smallest positive float16 number is 6e-8.
+    rounding = torch.finfo(torch.float16).eps * theirs[0].norm() + 3e-8 * 1800**0.5
+    assert (ours[0] - theirs[0]).norm() <= rounding
+
+
 @pytest.mark.parametrize("is_mask", [False, True])
 def test_rows_that_do_not_count(is_mask: bool, device: torch.device) -> None:
     x, y = (torch.randn(3, 5, 4, device=device, dtype=torch.float64) for _ in range(2))

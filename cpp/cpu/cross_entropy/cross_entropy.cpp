@@ -257,7 +257,7 @@ void row_gradient(const CrossEntropyBackward& p, const Distribution<T>& distribu
   if (index >= 0) narrow_run(grad_logits + index, &at_target, 1);
 }
 
-template <class T>
+template <class T, class To>
 Status gradients(const CrossEntropyBackward& p, int64_t begin, int64_t end) {
   using C = Compute<T>;
   const Distribution<T> distribution(p.target, p.classes);
@@ -266,18 +266,18 @@ Status gradients(const CrossEntropyBackward& p, int64_t begin, int64_t end) {
     int64_t index;
     if (!read_target(p.target, row, p.classes, index)) return kOutOfRange;
     if (index == kIgnored) {
-      T* grad_logits = static_cast<T*>(p.grad_logits) + row * p.grad_logits_row_stride;
-      std::fill_n(grad_logits, p.classes, T{});
+      To* grad_logits = static_cast<To*>(p.grad_logits) + row * p.grad_logits_row_stride;
+      std::fill_n(grad_logits, p.classes, To{});
       continue;
     }
     C grad = 0;
     const C scale =
         *read_run(&grad, p.grad, row * p.grad_stride, /*stride=*/1, 1, p.grad_dtype) / divisor;
     if (p.is_logprob) {
-      row_logprob_gradient<T>(p, row, index, scale);
-      continue;
+      row_logprob_gradient<T, To>(p, row, index, scale);
+    } else if constexpr (std::is_same_v<T, To>) {
+      row_gradient(p, distribution, row, index, scale);
     }
-    row_gradient(p, distribution, row, index, scale);
   }
   return {};
 }
@@ -299,9 +299,12 @@ Status cross_entropy(const CrossEntropy& p, int64_t begin, int64_t end) {
   });
 }
 
-Status cross_entropy_backward(const CrossEntropyBackward& p, int64_t begin, int64_t end) {
-  return dispatch_floating(p.dtype, [&](auto tag) {
-    return gradients<typename decltype(tag)::type>(with_all_classes(p), begin, end);
+Status cross_entropy_backward(const CrossEntropyBackward& given, int64_t begin, int64_t end) {
+  const CrossEntropyBackward p = with_all_classes(given);
+  return dispatch_floating(p.grad_logits_dtype, [&](auto tag) {
+    using To = typename decltype(tag)::type;
+    return p.dtype == p.grad_logits_dtype ? gradients<To, To>(p, begin, end)
+                                          : gradients<Compute<To>, To>(p, begin, end);
   });
 }
 

@@ -78,14 +78,15 @@ void gradients_of(const Divergence& p, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     const LogRow<C> student(p.student, p.scale, row), teacher(p.teacher, p.scale, row);
     const C of_p = number<C>(p.of_student, row);
+    const C factor = p.grad == nullptr ? scale : scale * number<C>(p.grad, row);
     T* const to = static_cast<T*>(p.grad_logits) + row * p.grad_logits_row_stride;
     for (int64_t at = 0; at < p.classes; at += kPiece) {
       const int64_t count = std::min(kPiece, p.classes - at);
       student.scaled(at, count, z);
       teacher.scaled(at, count, u);
       store_run(to + at, /*stride=*/1, count, results, [&](int64_t i) {
-        return scale * divergence_slope<DivergenceMath>(kKind, beta, student.of(z[i]),
-                                                        teacher.of(u[i]), of_p);
+        return factor * divergence_slope<DivergenceMath>(kKind, beta, student.of(z[i]),
+                                                         teacher.of(u[i]), of_p);
       });
     }
   }

@@ -70,13 +70,14 @@ void row_logprob(const CrossEntropy& p, int64_t row, std::optional<int64_t> inde
   store(p.entropy, logarithm - moment / sum.sum());
 }
 
-/// The gradient of a log-probability and an entropy. `grad` is that of the log-probability.
-template <class T>
+/// The gradient of a log-probability and an entropy, of type To. `grad` is that of the
+/// log-probability.
+template <class T, class To>
 void row_logprob_gradient(const CrossEntropyBackward& p, int64_t row, int64_t index,
                           Compute<T> grad) {
   using C = Compute<T>;
   const T* logits = static_cast<const T*>(p.logits) + row * p.row_stride;
-  T* grad_logits = static_cast<T*>(p.grad_logits) + row * p.grad_logits_row_stride;
+  To* grad_logits = static_cast<To*>(p.grad_logits) + row * p.grad_logits_row_stride;
   const auto number = [&](const void* from) { return static_cast<const C*>(from)[row]; };
   const C factor = static_cast<C>(p.factor), log_sum_exp = number(p.log_sum_exp);
   const C own = grad * factor;

@@ -185,8 +185,8 @@ inline void run_forward(const char* op, const at::Tensor& logits, const at::Tens
   check_status(op, Status{error});
 }
 
-/// Computes the gradient of the logits into `out`, which may be `rows` itself. `grad_entropy` is
-/// undefined for 0.
+/// Computes the gradient of the logits into `out`, which may be `rows` itself; that of a
+/// log-probability may have half precision for float32 rows. `grad_entropy` is undefined for 0.
 inline void run_backward(const char* op, const at::Tensor& grad, const at::Tensor& rows,
                          const at::Tensor& target, const LossOptions& options, const RowState& kept,
                          const at::Tensor& out, const at::Tensor& grad_entropy = {}) {
@@ -209,6 +209,7 @@ inline void run_backward(const char* op, const at::Tensor& grad, const at::Tenso
   arguments.mass = kept.mass;
   arguments.target_weight = kept.target_weight;
   arguments.grad_logits = out.data_ptr();
+  arguments.grad_logits_dtype = dtype_of(out);
   arguments.grad_logits_row_stride = out.stride(0);
   arguments.is_logprob = options.is_logprob;
   arguments.factor = options.scale;

@@ -1,6 +1,7 @@
 #pragma once
 
-// The logits of a linear layer and their gradients, a chunk of rows at a time.
+// The logits of a linear layer and their gradients, a chunk of rows at a time. class_chunks.h has
+// chunks of classes.
 
 #include <ATen/ATen.h>
 
@@ -30,34 +31,41 @@ struct LogitLayer {
   bool is_wide() const { return dtype.value_or(x.scalar_type()) != x.scalar_type(); }
 };
 
-/// Rows per chunk of logits that take `row_bytes` per row: as many as fit in 1 GiB, at least
-/// `least` and at most 8192. Each chunk adds to the whole gradient of the weight, which smaller
-/// chunks repeat more often. All chunks have about the same size.
-inline int64_t rows_per_chunk(int64_t rows, int64_t row_bytes, int64_t least) {
-  constexpr int64_t kBytes = int64_t{1} << 30, kMost = 8192;
-  const int64_t most = std::clamp(kBytes / row_bytes, least, kMost);
-  const int64_t chunks = std::max<int64_t>((rows + most - 1) / most, 1);
-  return (rows + chunks - 1) / chunks;
+/// Rows or classes per chunk of logits that take `bytes` for each: as many as fit in 1 GiB, at
+/// least `least` and at most `most`. Each chunk adds to a whole gradient, which smaller chunks
+/// repeat more often. All chunks have about the same size.
+inline int64_t size_of_chunk(int64_t all, int64_t bytes, int64_t least, int64_t most) {
+  constexpr int64_t kBytes = int64_t{1} << 30;
+  const int64_t fitting = std::clamp(kBytes / bytes, least, most);
+  const int64_t chunks = std::max<int64_t>((all + fitting - 1) / fitting, 1);
+  return (all + chunks - 1) / chunks;
 }
+inline constexpr int64_t kMostRowsOfChunk = 8192;
 
-/// Rows per chunk of a layer. A softcap needs two more copies of the logits, in the compute dtype;
-/// wide logits are one.
-/// `may_be_whole`: up to 8192 rows are one chunk if their logits and the gradient of the weight
-/// take no more memory than chunks and their float32 sum. On a GPU all rows are one chunk if their
-/// logits take little memory beside x: products of fewer rows leave SMs idle.
-inline int64_t rows_per_chunk(const LogitLayer& layer, bool may_be_whole) {
-  constexpr int64_t kLeast = 2048, kMost = 8192;
+/// Bytes in a chunk per logit of a layer. A softcap needs two more copies of the logits, in the
+/// compute dtype; wide logits are one.
+inline int64_t bytes_of_logit(const LogitLayer& layer) {
   const at::ScalarType dtype = layer.x.scalar_type();
   const size_t copies = layer.softcap ? 2 : layer.is_wide() ? 1 : 0;
-  const size_t element = c10::elementSize(dtype) + copies * c10::elementSize(compute_dtype(dtype));
-  const int64_t row = layer.weight.size(0) * static_cast<int64_t>(element);
+  return static_cast<int64_t>(c10::elementSize(dtype) +
+                              copies * c10::elementSize(compute_dtype(dtype)));
+}
+
+/// Rows per chunk of a layer. `may_be_whole`: up to 8192 rows are one chunk if their logits and the
+/// gradient of the weight take no more memory than chunks and their float32 sum. On a GPU all rows
+/// are one chunk if their logits take little memory beside x: products of fewer rows leave SMs
+/// idle.
+inline int64_t rows_per_chunk(const LogitLayer& layer, bool may_be_whole) {
+  constexpr int64_t kLeast = 2048;
+  const at::ScalarType dtype = layer.x.scalar_type();
+  const int64_t row = layer.weight.size(0) * bytes_of_logit(layer);
   const int64_t rows = layer.x.size(0);
   const int64_t row_of_x = layer.x.size(1) * static_cast<int64_t>(c10::elementSize(dtype));
   if (layer.x.is_cuda() && row * 8 <= row_of_x) return rows;
-  const int64_t size = rows_per_chunk(rows, row, kLeast);
+  const int64_t size = size_of_chunk(rows, row, kLeast, kMostRowsOfChunk);
   const int64_t saved =
       layer.weight.numel() * static_cast<int64_t>(sizeof(float) - c10::elementSize(dtype));
-  const bool is_whole = may_be_whole && rows <= kMost && (rows - size) * row <= saved;
+  const bool is_whole = may_be_whole && rows <= kMostRowsOfChunk && (rows - size) * row <= saved;
   return is_whole ? rows : size;
 }
 
@@ -67,11 +75,12 @@ struct Rows {
   int64_t count;
   at::Tensor of(const at::Tensor& tensor) const { return tensor.narrow(0, begin, count); }
 };
+using Classes = Rows;  // the rows of the weight
 
-/// Calls body(rows) for each chunk of `size` of all rows.
+/// Calls body(chunk) for each chunk of `size` of all rows or classes.
 template <class Body>
-void for_each_chunk(int64_t all, int64_t size, const Body& body) {
-  trace::note("logits of ", size, " rows at a time");
+void for_each_chunk(const char* name, int64_t all, int64_t size, const Body& body) {
+  trace::note("logits of ", size, " ", name, " at a time");
   for (int64_t begin = 0; begin < all; begin += size)
     body(Rows{begin, std::min(size, all - begin)});
 }
@@ -164,8 +173,7 @@ class ChunkLogits {
                                   const at::Tensor& grad_entropy = {}) {
     at::Tensor outputs = own(gradient_memory());
     if (!layer_.softcap) {
-      run_backward(op, grad, logits_, target, options, state, logits_, grad_entropy);
-      if (layer_.is_wide()) outputs.copy_(logits_);
+      run_backward(op, grad, logits_, target, options, state, outputs, grad_entropy);
       return product_;
     }
     const at::Tensor found = at::empty_like(logits_);
@@ -234,6 +242,12 @@ inline at::Tensor weight_gradient(const at::Tensor& sum, const at::Tensor& weigh
   return sum.narrow(0, 0, weight.size(0)).to(dtype, /*non_blocking=*/false, /*copy=*/true);
 }
 
+/// The sum of the rows of a matrix.
+inline at::Tensor sum_of_rows(const at::Tensor& matrix, at::ScalarType dtype) {
+  constexpr int64_t kOverRows[] = {0};
+  return torchkiln::sum(matrix, at::IntArrayRef(kOverRows), false, dtype);
+}
+
 /// Gradients of a layer, undefined if not wanted. The gradient of the weight may have more classes
 /// than the layer, and another dtype.
 struct LayerGradients {
@@ -251,9 +265,7 @@ struct LayerGradients {
     }
     if (weight.defined()) add_product(weight, of_logits.t(), rows.of(layer.x), is_first);
     if (!bias.defined()) return;
-    constexpr int64_t kOverRows[] = {0};
-    const at::Tensor part = torchkiln::sum(of_logits.narrow(1, 0, bias.size(0)),
-                                           at::IntArrayRef(kOverRows), false, bias.scalar_type());
+    const at::Tensor part = sum_of_rows(of_logits.narrow(1, 0, bias.size(0)), bias.scalar_type());
     is_first ? bias.copy_(part) : bias.add_(part);
   }
 };
@@ -288,7 +300,7 @@ at::Tensor for_each_chunk_of_logits(const char* op, const LogitLayer& layer, con
   {
     ChunkLogits logits(op, layer, size);
     if (wanted[1]) gradients.weight = empty_weight_sum(logits.layer().weight, size == rows);
-    for_each_chunk(rows, size, [&](const Rows& chunk) { body(logits, gradients, chunk); });
+    for_each_chunk("rows", rows, size, [&](const Rows& chunk) { body(logits, gradients, chunk); });
   }
   return wanted[1] ? weight_gradient(gradients.weight, layer.weight) : at::Tensor();
 }

@@ -1,8 +1,9 @@
-// The kernels of linear_cross_entropy(): checks, and the loop over chunks of rows, which
-// linear_chunks.h computes and differentiates. kernel.h has the kernels of the loss.
+// The kernels of linear_cross_entropy(): checks, and the loops over chunks, which linear_chunks.h
+// and class_chunks.h compute and differentiate. kernel.h has the kernels of the loss.
 
 #include <limits>
 
+#include "cross_entropy/class_chunks.h"
 #include "cross_entropy/linear_cross_entropy.h"
 #include "matmul/kernel.h"
 #include "torchkiln/torch/empty.h"
@@ -131,14 +132,14 @@ Three backward(const Call& call, const Tensor& grad, const Tensor& state, Wanted
   const double temperature = call.layer.temperature;
   Tensor grads = grad.reshape({-1});
   if (temperature != 1) grads = grads.to(state.scalar_type()) / temperature;
-  const Tensor of_weight = for_each_chunk_of_logits(
+  const int64_t all_classes = flat.layer.weight.size(0);
+  const Tensor of_weight = for_each_part_of_logits(
       kName, flat.layer, wanted, grad_x, grad_bias,
-      [&](ChunkLogits& logits, const LayerGradients& gradients, const Rows& chunk) {
+      [&](ChunkLogits& logits, const Rows& chunk, const Classes& classes) {
         logits.compute(chunk);
         const RowState kept = row_state(state, rows, flat.loss.reduction, chunk.begin);
-        const Tensor& of_logits =
-            logits.differentiate(kName, chunk.of(grads), chunk.of(flat.target), flat.loss, kept);
-        gradients.add(logits.layer(), chunk, of_logits);
+        return logits.differentiate(kName, chunk.of(grads), chunk.of(flat.target),
+                                    part_of(flat.loss, classes, all_classes), kept);
       });
   if (wanted[1]) grad_weight = of_weight;
   return outputs;

@@ -46,9 +46,10 @@ struct Forward {
     const Call flat = in_rows(call);
     const Tensor divergences = found.view({-1});
     const Tensor slopes = call.differentiates ? as_matrix(grad_x) : Tensor();
-    ChunkDivergence both(flat, state);
+    const int64_t size = chunk_rows(flat.student);
+    ChunkDivergence both(flat, flat.teacher, state, size);
     for_each_chunk_of_logits(
-        kName, flat.student, {}, Tensor(), Tensor(), chunk_rows(flat),
+        kName, flat.student, {}, Tensor(), Tensor(), size,
         [&](ChunkLogits& logits, const LayerGradients&, const Rows& chunk) {
           both.compute(logits, chunk);
           both.run(chunk.of(divergences), chunk);
@@ -96,20 +97,44 @@ struct Backward {
       return found;
     }
     const Call flat = in_rows(call);
+    const LogitLayer& student = flat.student;
     const Tensor grads = call.grad.reshape({-1}).to(call.state.scalar_type()).contiguous();
+    const Wanted layer{false, call.wanted[1], call.wanted[2]};
+    const RoundedGradients rounded(grads, student, call.temperature);
+    const int64_t rows_of_chunk = chunk_rows(student);
+    const auto size = classes_per_chunk(student, layer, rows_of_chunk, bytes_of_logits(student));
     const Tensor rows_of_x = call.wanted[0] ? as_matrix(grad_x) : Tensor();
-    ChunkDivergence both(flat, call.state);
-    const Tensor of_weight = for_each_chunk_of_logits(
-        kName, flat.student, {false, call.wanted[1], call.wanted[2]}, Tensor(), grad_bias,
-        chunk_rows(flat),
-        [&](ChunkLogits& logits, const LayerGradients& gradients, const Rows& chunk) {
-          both.compute(logits, chunk);
-          Tensor outputs = both.differentiate(logits);
-          const Tensor factors = chunk.of(grads).unsqueeze(-1);
-          if (rows_of_x.defined())
-            chunk.of(rows_of_x).copy_(both.slopes(logits, outputs).mul_(factors));
-          if (gradients.any()) gradients.add(logits.layer(), chunk, outputs.mul_(factors));
-        });
+    const Tensor sum_of_x =
+        size && call.wanted[0] ? at::empty(rows_of_x.sizes(), grads.options()) : Tensor();
+    std::optional<ChunkDivergence> both;
+    const auto body = [&](ChunkLogits& logits, const Rows& chunk, const Classes& classes) {
+      if (chunk.begin == 0)
+        both.emplace(flat, part_of(flat.teacher, classes), call.state, chunk.count);
+      both->compute(logits, chunk);
+      const bool is_wide = student.is_wide();
+      const Tensor own = chunk.of(rounded.grads);
+      if (is_wide && !rows_of_x.defined()) return both->differentiate(logits, own);
+      Tensor outputs = both->differentiate(logits);
+      const Tensor factors = chunk.of(grads).unsqueeze(-1);
+      if (!rows_of_x.defined()) return outputs.mul_(factors);
+      if (sum_of_x.defined()) {
+        add_product(sum_of_x, outputs, logits.layer().weight, classes.begin == 0);
+      } else {
+        chunk.of(rows_of_x).copy_(both->slopes(logits, outputs).mul_(factors));
+      }
+      if (!layer[1] && !layer[2]) return outputs;
+      // Wide logits are still in memory: the gradient is rounded once, with the incoming one.
+      return is_wide ? both->differentiate(logits, own) : outputs.mul_(factors);
+    };
+    const Tensor of_weight =
+        size ? for_each_chunk_of_classes(kName, student, layer, Tensor(), grad_bias, *size, body)
+             : for_each_chunk_of_logits(kName, student, layer, Tensor(), grad_bias, rows_of_chunk,
+                                        of_row_chunks(student, body));
+    if (sum_of_x.defined()) rows_of_x.copy_(sum_of_x.mul_(grads.unsqueeze(-1)));
+    if (rounded.factor.defined()) {
+      if (call.wanted[1]) of_weight.mul_(rounded.factor);
+      if (call.wanted[2]) grad_bias.mul_(rounded.factor);
+    }
     if (call.wanted[1]) grad_weight = of_weight;
     return found;
   }

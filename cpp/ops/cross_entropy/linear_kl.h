@@ -2,7 +2,9 @@
 
 // The arguments of linear_kl(), their checks, and the divergence of a chunk of rows.
 
-#include "cross_entropy/linear_chunks.h"
+#include <limits>
+
+#include "cross_entropy/class_chunks.h"
 #include "cross_entropy/logprob.h"
 #include "detail/check_linear.h"
 
@@ -103,15 +105,35 @@ inline Call in_rows(const Call& call) {
   return flat;
 }
 
-/// Rows per chunk: both layers' logits and the gradient are in memory.
-inline int64_t chunk_rows(const Call& flat) {
-  constexpr int64_t kLeast = 1024;
-  const LogitLayer& student = flat.student;
-  const size_t wide = c10::elementSize(compute_dtype(student.x.scalar_type()));
-  const size_t gradient = student.is_wide() ? c10::elementSize(student.x.scalar_type()) : 0;
-  const int64_t row = student.weight.size(0) * static_cast<int64_t>(2 * wide + gradient);
-  return rows_per_chunk(student.x.size(0), row, kLeast);
+/// Bytes in a chunk per class and row: both layers' logits and the gradient.
+inline int64_t bytes_of_logits(const LogitLayer& student) {
+  const at::ScalarType wide = compute_dtype(student.x.scalar_type());
+  return bytes_of_logit(student) + static_cast<int64_t>(c10::elementSize(wide));
 }
+
+/// Rows per chunk.
+inline int64_t chunk_rows(const LogitLayer& student) {
+  constexpr int64_t kLeast = 1024;
+  const int64_t row = student.weight.size(0) * bytes_of_logits(student);
+  return size_of_chunk(student.x.size(0), row, kLeast, kMostRowsOfChunk);
+}
+
+/// Incoming gradients for slopes that are rounded to the dtype of x. Those of float16 are divided
+/// by `factor`, as float16 has no range: slopes reach 64 at a gap of 1 between logarithms, and
+/// lose precision below 6e-5, which is 1e-6 of a probability.
+struct RoundedGradients {
+  Tensor grads;   // [rows]
+  Tensor factor;  // one number; undefined for 1
+
+  RoundedGradients(const Tensor& given, const LogitLayer& student, double temperature)
+      : grads(given) {
+    constexpr double kLargest = 64;
+    if (student.x.scalar_type() != at::kHalf) return;
+    const Tensor largest = given.abs().amax().nan_to_num(1, 1, 1);
+    factor = (largest / (kLargest * temperature)).clamp_min(std::numeric_limits<float>::min());
+    grads = given / factor;
+  }
+};
 
 /// Forward saves 6 numbers per row, as [6, rows]: log-sum-exp, mass and sum of terms of the
 /// student, and the same three of the teacher.
@@ -120,8 +142,9 @@ inline constexpr int64_t kNumbers = 6, kOfStudent = 2, kOfTeacher = 5;
 /// Computes the rows of a chunk.
 class ChunkDivergence {
  public:
-  ChunkDivergence(const Call& flat, const Tensor& state)
-      : call_(flat), state_(state), teacher_(kName, flat.teacher, chunk_rows(flat)) {}
+  /// The teacher's layer may have some of the classes. Chunks have at most `rows` rows.
+  ChunkDivergence(const Call& flat, const LogitLayer& teacher, const Tensor& state, int64_t rows)
+      : call_(flat), state_(state), teacher_(kName, teacher, rows) {}
 
   /// Computes the logits of both layers.
   void compute(ChunkLogits& student, const Rows& chunk) {
@@ -164,10 +187,12 @@ class ChunkDivergence {
         [&](auto stream) { return cuda::divergence(arguments_, stream); },
         [&](int64_t begin, int64_t end) { return cpu::divergence(arguments_, begin, end); });
   }
-  /// Replaces the logits of the student by their gradient, for an incoming gradient of 1.
-  const Tensor& differentiate(ChunkLogits& student) {
+  /// Replaces the logits of the student by their gradient, or writes it beside them if they are
+  /// wide. `grad` is the incoming gradient, [rows]; undefined for ones.
+  const Tensor& differentiate(ChunkLogits& student, const Tensor& grad = {}) {
     const Tensor& outputs = student.gradient_memory();
     const Tensor own = student.own(outputs);
+    arguments_.grad = grad.defined() ? grad.const_data_ptr() : nullptr;
     arguments_.grad_logits = own.data_ptr();
     arguments_.grad_logits_dtype = dtype_of(own);
     arguments_.grad_logits_row_stride = own.stride(0);

@@ -1,9 +1,9 @@
 // linear_logprob(): logprob() of the outputs of a linear layer, a chunk of rows at a time. Forward
-// keeps the numbers of each row. Backward computes the logits of a chunk again, replaces them by
-// their gradient, and computes the gradients of x, weight and bias from it.
+// keeps the numbers of each row. Backward computes the logits again, a chunk of rows or of classes
+// at a time, and the gradients of x, weight and bias from the gradient of the chunk.
 
+#include "cross_entropy/class_chunks.h"
 #include "cross_entropy/counted_rows.h"
-#include "cross_entropy/linear_chunks.h"
 #include "cross_entropy/logprob.h"
 #include "detail/check_linear.h"
 #include "matmul/kernel.h"
@@ -133,9 +133,10 @@ struct Backward {
     const Call flat = in_rows(call);
     const LogprobGrads grads(call.grad, call.grad_entropy, call.state);
     const Tensor entropies = call.entropies.view({-1});
-    const Tensor of_weight = for_each_chunk_of_logits(
+    const int64_t all_classes = flat.layer.weight.size(0);
+    const Tensor of_weight = for_each_part_of_logits(
         kName, flat.layer, call.wanted, grad_x, grad_bias,
-        [&](ChunkLogits& logits, const LayerGradients& gradients, const Rows& chunk) {
+        [&](ChunkLogits& logits, const Rows& chunk, const Classes& classes) {
           logits.compute(chunk);
           RowState kept = row_state(call.state, rows, LossReduction::none, chunk.begin);
           Tensor of_entropy;
@@ -143,9 +144,9 @@ struct Backward {
             kept.entropy = chunk.of(entropies).data_ptr();
             of_entropy = chunk.of(grads.entropy);
           }
-          gradients.add(logits.layer(), chunk,
-                        logits.differentiate(kName, chunk.of(grads.logp), chunk.of(flat.target),
-                                             flat.kernel_options(), kept, of_entropy));
+          return logits.differentiate(kName, chunk.of(grads.logp), chunk.of(flat.target),
+                                      part_of(flat.kernel_options(), classes, all_classes), kept,
+                                      of_entropy);
         });
     if (call.wanted[1]) grad_weight = of_weight;
     return found;

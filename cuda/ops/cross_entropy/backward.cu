@@ -14,8 +14,23 @@
 namespace torchkiln::cuda {
 namespace {
 
-/// Writes gradients. Forward has saved everything that depends on the whole row.
-template <class Access, RowForm kForm>
+/// Stores a vector of gradients, also of a narrower type than the logits.
+template <class Access, class To, class C>
+__device__ __forceinline__ void save(const Access& access, To* row, int column,
+                                     const C (&values)[Access::kLanes]) {
+  if constexpr (std::is_same_v<To, typename Access::T>) {
+    access.save(row, column, values);
+  } else if (access.has_all(column)) {
+    store(row + column, values);
+  } else {
+#pragma unroll
+    for (int i = 0; i < Access::kLanes; ++i)
+      if (access.has(column, i)) row[column + i] = convert<To>(values[i]);
+  }
+}
+
+/// Writes gradients of type To. Forward has saved everything that depends on the whole row.
+template <class Access, RowForm kForm, class To = typename Access::T>
 __global__ void __launch_bounds__(kLossGradientThreads, 4)
     cross_entropy_gradient(CrossEntropyBackward p, GradientShape shape) {
   using T = typename Access::T;
@@ -34,7 +49,7 @@ __global__ void __launch_bounds__(kLossGradientThreads, 4)
   const int64_t row = int64_t{group} * shape.team.per_block + row_in_block;
   if (row >= p.rows) return;
   const T* logits = static_cast<const T*>(p.logits) + row * p.row_stride;
-  T* grad_logits = static_cast<T*>(p.grad_logits) + row * p.grad_logits_row_stride;
+  To* grad_logits = static_cast<To*>(p.grad_logits) + row * p.grad_logits_row_stride;
   const Access access(logits, static_cast<int>(p.classes));
   const int begin = part * shape.vectors_per_part + rank;
   const int end = min(access.vectors(), (part + 1) * shape.vectors_per_part);
@@ -85,7 +100,7 @@ __global__ void __launch_bounds__(kLossGradientThreads, 4)
 #pragma unroll
         for (int i = 0; i < kLanes; ++i) z[i] = 0;
       }
-      access.save(grad_logits, column, z);
+      save(access, grad_logits, column, z);
     }
   }
 }
@@ -113,6 +128,12 @@ Status cross_entropy_backward(const CrossEntropyBackward& given, CUstream_st* st
         case RowForm::spread:
           return launch(cross_entropy_gradient<Access, RowForm::spread>);
         case RowForm::logprob:
+          if constexpr (std::is_same_v<T, float>) {
+            if (p.grad_logits_dtype == Dtype::float16)
+              return launch(cross_entropy_gradient<Access, RowForm::logprob, __half>);
+            if (p.grad_logits_dtype == Dtype::bfloat16)
+              return launch(cross_entropy_gradient<Access, RowForm::logprob, __nv_bfloat16>);
+          }
           return launch(cross_entropy_gradient<Access, RowForm::logprob>);
         default:
           return launch(cross_entropy_gradient<Access, RowForm::target>);

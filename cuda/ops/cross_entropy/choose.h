@@ -200,7 +200,21 @@ inline Alignment alignment_of_rows(const CrossEntropy& p) {
   return with_probabilities(alignment_of(tensors, p.dtype, p.rows, p.classes), p.target, p.dtype,
                             p.classes);
 }
+/// The alignment of logits and of a narrower gradient: a lane of a vector of logits has the same
+/// place in a vector of as many elements of the gradient.
+inline Alignment alignment_of_wide_rows(const CrossEntropyBackward& p) {
+  const TensorRows logits[] = {{p.logits, p.row_stride}};
+  const auto lanes = static_cast<uint64_t>(vector_lanes(p.dtype));
+  const auto offset = [lanes](const void* data, Dtype dtype) {
+    return reinterpret_cast<uintptr_t>(data) / size_of(dtype) % lanes;
+  };
+  const bool shares_offset =
+      offset(p.logits, p.dtype) == offset(p.grad_logits, p.grad_logits_dtype) &&
+      (p.rows == 1 || (p.row_stride - p.grad_logits_row_stride) % static_cast<int64_t>(lanes) == 0);
+  return shares_offset ? alignment_of(logits, p.dtype, p.rows, p.classes) : Alignment::scalar;
+}
 inline Alignment alignment_of_rows(const CrossEntropyBackward& p) {
+  if (p.grad_logits_dtype != p.dtype) return alignment_of_wide_rows(p);
   const TensorRows tensors[] = {{p.logits, p.row_stride},
                                 {p.grad_logits, p.grad_logits_row_stride},
                                 probability_rows(p.target, p.dtype)};

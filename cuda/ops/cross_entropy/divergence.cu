@@ -79,7 +79,8 @@ __global__ void __launch_bounds__(kDivergenceThreads) divergence_gradient_rows(D
   wait_for_previous_kernel();
   const int64_t row = blockIdx.x;
   const C beta = static_cast<C>(p.beta), of_student = static_cast<const C*>(p.of_student)[row];
-  const C factor = static_cast<C>(p.scale);
+  C factor = static_cast<C>(p.scale);
+  if (p.grad != nullptr) factor *= static_cast<const C*>(p.grad)[row];
   T* const to = static_cast<T*>(p.grad_logits) + row * p.grad_logits_row_stride;
   for_each_class<C>(p, row, [&](int column, C log_p, C log_q) {
     to[column] = convert<T>(

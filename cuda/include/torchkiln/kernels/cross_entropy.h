@@ -78,7 +78,10 @@ struct CrossEntropyBackward {
   const void* log_sum_exp;    // from forward
   const void* mass;           // from forward
   const void* target_weight;  // from forward
-  void* grad_logits;          // [rows, classes], classes adjacent; may be the logits
+  // [rows, classes], classes adjacent; may be the logits. With is_logprob and float32 logits in
+  // memory of its own it may have half precision.
+  void* grad_logits;
+  Dtype grad_logits_dtype;
   int64_t grad_logits_row_stride;
   bool is_logprob = false;
   double factor = 1;                   // `scale` of the forward
@@ -128,7 +131,8 @@ struct Divergence {
   void* of_student;  // read by the gradient
   void* of_teacher;
   void* divergence;
-  // of the gradient, for an incoming gradient of 1
+  // of the gradient:
+  const void* grad = nullptr;   // [rows], incoming; null for ones
   void* grad_logits = nullptr;  // [rows, classes], classes adjacent; may be the student's logits
   Dtype grad_logits_dtype{};    // `dtype`, or half precision if that is float32
   int64_t grad_logits_row_stride = 0;

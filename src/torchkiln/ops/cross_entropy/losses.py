@@ -258,8 +258,9 @@ def linear_cross_entropy(
 
     On a GPU, large half-precision products of classes that are no multiple of 8 need copies of
     ``linear_weight`` and of its gradient, too. Losses per row (``reduction="none"``) keep no
-    gradients: their backward computes the logits again. Second derivatives, ``torch.func`` and
-    forward mode compute all logits with torch's own ops.
+    gradients: their backward computes the logits again, with fewer rows than classes for a chunk of
+    classes at a time, which needs a float32 sum of the gradient of ``x`` only. Second derivatives,
+    ``torch.func`` and forward mode compute all logits with torch's own ops.
 
     Args:
         x: ``[..., features]``; float32, float64, float16 or bfloat16.

@@ -125,7 +125,9 @@ def linear_logprob(
     The logits ``x @ weight.T + bias`` are computed for a chunk of rows at a time, as in
     :func:`linear_cross_entropy`: once in forward and again in backward, which turns them into
     their gradient and computes the gradients of ``x``, ``weight`` and ``bias``, each only if it is
-    needed. So forward costs one product, and backward three. Three numbers per row are saved.
+    needed. So forward costs one product, and backward three. Three numbers per row are saved. With
+    fewer rows than classes, backward has a chunk of classes at a time: as many as fit in 1 GiB with
+    all rows, at least 2048 and at most 16384. The gradient of ``weight`` then needs no sum.
     Second derivatives, ``torch.func`` and forward mode compute all logits with torch's own ops.
 
     Args:
@@ -190,7 +192,8 @@ def linear_kl(
     The logits of both layers are computed for a chunk of rows at a time: as many rows as fit in
     1 GiB, at least 1024 and at most 8192. They are not rounded to half precision. If only ``x``
     requires a gradient, forward computes it, too: three products, and none in backward. Otherwise
-    forward has two products, and backward computes the logits again. Gradients of the teacher's
+    forward has two products, and backward computes the logits again, in the chunks of
+    :func:`linear_logprob`. Gradients of the teacher's
     tensors cost a pass of their own; pass ``y.detach()`` if it needs none. Second derivatives,
     ``torch.func`` and forward mode compute all logits with torch's own ops.
 
