@@ -99,6 +99,8 @@ def test_a_package_is_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     folder.mkdir(parents=True)
     lines = "class LigerSiLUMulFunction:\n    def apply(*given):\n        return given\n"
     (folder / "swiglu.py").write_text(lines)
+    for each in (folder, folder.parent):
+        (each / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
     pair = (FakeGpuTensor(), FakeGpuTensor())
     case = dataclasses.replace(

@@ -15,7 +15,7 @@ PACKAGE = "liger_kernel"
 GRADIENT_IN_FORWARD = frozenset({"cross_entropy"})
 """Ops whose forward, if autograd records it, overwrites the input with the gradient."""
 
-WAITING = frozenset({"cross_entropy", "linear_cross_entropy", "linear_kl"})
+WAITING = frozenset({"cross_entropy", "linear_cross_entropy", "linear_logprob", "linear_kl"})
 """Ops that copy numbers from the GPU to the host."""
 
 # IN_PLACE would overwrite the incoming gradient in backward, which all peers share here.
@@ -103,6 +103,28 @@ def linear_cross_entropy(
     return apply(*layer, weight, *numbers, softcap, False, torch.float32)[0]
 
 
+def linear_logprob(
+    apply: Callable[..., Any],
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    rows: Tensor | None = None,
+    entropy: bool = False,
+) -> Any:
+    """The negated loss of each row, and the entropy; of some rows without zeros for the others.
+
+    On an H100 in bfloat16 it needs nvidia-cutlass-dsl.
+    """
+    if x.dim() != 2 or bias is not None:
+        raise Refused("takes rows as a matrix, and no bias")
+    if rows is not None:
+        x, target = x.index_select(0, rows), target.index_select(0, rows)
+    found = apply(x, weight, target, 1.0, -100, 1, entropy)
+    return (-found[0], found[1]) if entropy else -found
+
+
 def linear_kl(
     apply: Callable[..., Any],
     x: Tensor,
@@ -138,6 +160,11 @@ FUNCTIONS: Table = {
         "liger_kernel.ops.fused_linear_cross_entropy",
         "LigerFusedLinearCrossEntropyFunction.apply",
         linear_cross_entropy,
+    ),
+    "linear_logprob": (
+        "liger_kernel.ops.fused_linear_scaled_cross_entropy",
+        "LigerFusedLinearScaledCrossEntropyFunction.apply",
+        linear_logprob,
     ),
     "linear_kl": (
         "liger_kernel.ops.fused_linear_jsd",
