@@ -40,38 +40,59 @@ inline LossOptions part_of(const LossOptions& options, const Classes& classes, i
   return part;
 }
 
+/// The gradients of a layer from those of the logits of chunks of classes, with all rows.
+class ClassGradients {
+ public:
+  ClassGradients(const LogitLayer& layer, const Wanted& wanted, const at::Tensor& grad_x,
+                 const at::Tensor& grad_bias)
+      : x_(layer.x), bias_(wanted[2] ? grad_bias : at::Tensor()) {
+    wide_ = x_.options().dtype(compute_dtype(x_.scalar_type()));
+    weight_ = at::empty(layer.weight.sizes(),
+                        x_.options().dtype(weight_gradient_dtype(x_.scalar_type())));
+    if (!wanted[0]) return;
+    of_x_ = as_matrix(grad_x);
+    sum_of_x_ = of_x_.scalar_type() == wide_.dtype() ? of_x_ : at::empty(of_x_.sizes(), wide_);
+  }
+  const at::Tensor& weight() const { return weight_; }
+
+  void add(const ChunkLogits& logits, const at::Tensor& of_logits, const Classes& chunk) {
+    if (of_x_.defined()) add_product(sum_of_x_, of_logits, logits.layer().weight, is_first_);
+    is_first_ = false;
+    const at::Tensor of_classes = logits.own(of_logits), part = chunk.of(weight_);
+    if (has_exact_gradient(part)) {
+      add_product(part, of_classes.t(), x_, /*is_first=*/true);
+    } else {
+      const at::Tensor product = at::empty(part.sizes(), wide_);
+      add_product(product, of_classes.t(), x_, /*is_first=*/true);
+      part.copy_(product);
+    }
+    if (bias_.defined()) chunk.of(bias_).copy_(sum_of_rows(of_classes, bias_.scalar_type()));
+  }
+  /// Rounds the sum of x, and returns the gradient of the weight.
+  at::Tensor finish() {
+    if (of_x_.defined() && !sum_of_x_.is_same(of_x_)) of_x_.copy_(sum_of_x_);
+    return weight_;
+  }
+
+ private:
+  at::Tensor x_, bias_, weight_, of_x_, sum_of_x_;
+  at::TensorOptions wide_;
+  bool is_first_ = true;
+};
+
 /// Calls body(logits, rows, classes) for each chunk of `size` classes, with all rows: it returns
 /// the gradient of the logits. Returns the gradient of the weight.
 template <class Body>
 at::Tensor for_each_chunk_of_classes(const char* op, const LogitLayer& layer, const Wanted& wanted,
                                      const at::Tensor& grad_x, const at::Tensor& grad_bias,
                                      int64_t size, const Body& body) {
-  const at::Tensor &x = layer.x, &weight = layer.weight;
-  const Rows rows{0, x.size(0)};
-  const auto wide = x.options().dtype(compute_dtype(x.scalar_type()));
-  at::Tensor of_x, sum_of_x;
-  if (wanted[0]) {
-    of_x = as_matrix(grad_x);
-    sum_of_x = of_x.scalar_type() == wide.dtype() ? of_x : at::empty(of_x.sizes(), wide);
-  }
-  const at::Tensor of_weight =
-      at::empty(weight.sizes(), x.options().dtype(weight_gradient_dtype(x.scalar_type())));
-  for_each_chunk("classes", weight.size(0), size, [&](const Classes& chunk) {
+  const Rows rows{0, layer.x.size(0)};
+  ClassGradients gradients(layer, wanted, grad_x, grad_bias);
+  for_each_chunk("classes", layer.weight.size(0), size, [&](const Classes& chunk) {
     ChunkLogits logits(op, part_of(layer, chunk), rows.count);
-    const at::Tensor of_logits = body(logits, rows, chunk);
-    if (wanted[0]) add_product(sum_of_x, of_logits, logits.layer().weight, chunk.begin == 0);
-    const at::Tensor of_classes = logits.own(of_logits), part = chunk.of(of_weight);
-    if (has_exact_gradient(part)) {
-      add_product(part, of_classes.t(), x, /*is_first=*/true);
-    } else {
-      const at::Tensor product = at::empty(part.sizes(), wide);
-      add_product(product, of_classes.t(), x, /*is_first=*/true);
-      part.copy_(product);
-    }
-    if (wanted[2]) chunk.of(grad_bias).copy_(sum_of_rows(of_classes, grad_bias.scalar_type()));
+    gradients.add(logits, body(logits, rows, chunk), chunk);
   });
-  if (wanted[0] && !sum_of_x.is_same(of_x)) of_x.copy_(sum_of_x);
-  return of_weight;
+  return gradients.finish();
 }
 
 /// A body for chunks of all classes, which adds the gradients of a chunk of rows.

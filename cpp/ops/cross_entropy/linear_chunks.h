@@ -107,7 +107,8 @@ inline void add_product(at::Tensor sum, const at::Tensor& a, const at::Tensor& b
 /// Memory for the logits of one chunk, which is used for each chunk in turn.
 class ChunkLogits {
  public:
-  ChunkLogits(const char* op, const LogitLayer& layer, int64_t rows)
+  /// `memory`, [rows, classes], is used for logits that are not wide, if it is defined.
+  ChunkLogits(const char* op, const LogitLayer& layer, int64_t rows, const at::Tensor& memory = {})
       : layer_(layer), classes_(layer.weight.size(0)) {
     const PaddedSizes sizes(layer.x, layer.weight);
     stride_ = sizes.n;
@@ -120,7 +121,7 @@ class ChunkLogits {
     if (layer.is_wide()) {
       wide_ = at::empty({rows, columns_}, layer.x.options().dtype(layer.dtype));
     } else {
-      memory_ = at::empty({rows, stride_}, layer.x.options());
+      memory_ = memory.defined() ? memory : at::empty({rows, stride_}, layer.x.options());
     }
   }
 

@@ -4,7 +4,8 @@
 // logits of a chunk and, if gradients are wanted, replaces them at once by the gradient of the sum
 // of the losses, from which it computes the gradients of x, weight and bias. Backward multiplies
 // these gradients by a number. Losses per row have one incoming gradient each, not a common factor:
-// their backward computes the chunks again.
+// their backward computes the chunks again. gradient_memory.h has the form for few rows and much
+// memory.
 //
 // Declarations shared by linear_cross_entropy_kernel.cpp (checks, kernels) and
 // linear_cross_entropy.cpp (the op, derivatives).

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "cross_entropy/class_chunks.h"
+#include "cross_entropy/gradient_memory.h"
 #include "cross_entropy/linear_cross_entropy.h"
 #include "matmul/kernel.h"
 #include "torchkiln/torch/empty.h"
@@ -85,6 +86,12 @@ Five forward(const Call& call, Wanted wanted) {
   const bool each = reduction == LossReduction::none;
   const LossSum total =
       sum_arguments(flat.layer.x, call.loss, losses, row_state(state, rows, reduction), loss);
+  if (const auto parts = parts_in_gradient(flat.layer, flat.loss, wanted)) {
+    grad_weight = forward_in_gradient(kName, flat.layer, flat.target, flat.loss, *parts, wanted,
+                                      inverse_temperature, losses, state, grad_x, grad_bias);
+    run_sum(kName, flat.layer.x, total);
+    return outputs;
+  }
   bool is_whole = false;  // one chunk
   LossOptions sum = flat.loss;
   sum.reduction = LossReduction::sum;

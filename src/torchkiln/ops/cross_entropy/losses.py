@@ -254,7 +254,10 @@ def linear_cross_entropy(
     ``linear_weight`` in half precision is summed over the chunks in float32, which takes twice its
     memory. The sum is rounded to bfloat16 at the end of forward; in float16 it stays float32 until
     backward. On a GPU in bfloat16, up to 8192 rows are one chunk if this takes no more memory than
-    a smaller chunk and the float32 sum.
+    a smaller chunk and the float32 sum. A chunk of 1 GiB or more, of up to 8192 rows and a multiple
+    of 8 classes, lies partly in the memory of the gradient of ``linear_weight`` until that is
+    written: of twice as many rows as features 4/7 of the logits take memory, of as many 1/3. This
+    holds for a mean or a sum without ``softcap`` and ``return_accuracy``, but not for float16.
 
     On a GPU, large half-precision products of classes that are no multiple of 8 need copies of
     ``linear_weight`` and of its gradient, too. Losses per row (``reduction="none"``) keep no
