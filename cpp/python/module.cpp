@@ -74,6 +74,17 @@ void bind_activations(const torchkiln::Binder& ops) {
   ops.bind<&activation_in_place<torchkiln::Tanh>>("tanh_");
 }
 
+/// bn_act over the processes of a group, by its name; SyncBatchNormAct calls it.
+Tensor sync_bn_act(const Tensor& x, const std::optional<Tensor>& weight,
+                   const std::optional<Tensor>& bias, const std::optional<Tensor>& running_mean,
+                   const std::optional<Tensor>& running_var, const std::optional<Tensor>& residual,
+                   const std::optional<Tensor>& batches, std::string_view act, double momentum,
+                   double eps, std::string_view group) {
+  static const auto op = torchkiln::find_op<decltype(sync_bn_act)>("torchkiln::_sync_bn_act");
+  return op.call(x, weight, bias, running_mean, running_var, residual, batches, act, momentum, eps,
+                 group);
+}
+
 /// A separate op moves the running statistics.
 const char* name_of_bn_act(PyObject* const* given) {
   constexpr size_t kRunningMean = 3, kTraining = 7;
@@ -122,6 +133,7 @@ PYBIND11_MODULE(_C, module, py::mod_gil_not_used()) {
   ops.bind<&torchkiln::add_rms_norm>("add_rms_norm");
   ops.bind<&torchkiln::gated_rms_norm>("gated_rms_norm");
   ops.bind<&torchkiln::bn_act>("bn_act", nullptr, &name_of_bn_act);
+  ops.bind<&sync_bn_act>("_sync_bn_act", "sync_bn_act");
   ops.bind<&torchkiln::group_norm>("group_norm");
   ops.bind<&torchkiln::rope>("rope", nullptr, nullptr, &without_missing_k);
   ops.bind<&torchkiln::qkv_norm_rope>("qkv_norm_rope");

@@ -34,9 +34,10 @@ OTHER_FUNCTIONS = {
 
 UNLISTED = {name for family in ops_names.UNLISTED.values() for name in family}
 
-# Helpers of bn_act, between which the processes of a group communicate, and the module that calls
-# them; tests/ops/test_sync_batch_norm.py checks them.
+# bn_act of the processes of a group, its parts between collectives, and the module that calls it;
+# tests/ops/test_sync_batch_norm.py checks them.
 PARTS = {
+    "_sync_bn_act",
     "_sync_bn_statistics",
     "_sync_bn_forward",
     "_sync_bn_backward_sums",

@@ -1,7 +1,9 @@
-// Ops for the parts of batch norm over a group of processes. Python runs the collectives between
-// them: moments, gather, statistics, forward; and sums, their total, the gradient of x.
+// Batch norm over a group of processes: ops for its parts, and the op that calls them with the
+// collectives in between: moments, gather, statistics, forward; and sums, their total, the gradient
+// of x. Under torch.compile Python calls the parts, and the compiler sees the collectives.
 
 #include "batch_norm/operands.h"
+#include "detail/collectives.h"
 #include "torchkiln/torch/checks.h"
 
 namespace torchkiln::batch_norm_ops {
@@ -215,10 +217,94 @@ struct SyncInputGradient {
   }
 };
 
+/// Gives the gradients a history that refuses to differentiate them.
+void refuse_second_derivatives(const Incoming& in, const Kept<7>& kept,
+                               const variable_list& found) {
+  const auto& [x, statistics, count, weight, bias, residual, signs] = kept;
+  record("sync_bn_act_backward", {in[0], x, weight, bias, residual},
+         std::make_tuple(found[0], found[1], found[2], found[3]), Kept<0>{},
+         [](const Incoming&, const Kept<0>&) -> variable_list {
+           TORCH_CHECK_NOT_IMPLEMENTED(
+               false, "torchkiln.", kSync,
+               ": got a second derivative, expected first derivatives only, which exchange their "
+               "sums between processes; use BatchNormAct2d to differentiate twice");
+         });
+}
+
+variable_list gradients(const Incoming& in, const Kept<7>& kept, Activation act,
+                        const std::string& group) {
+  const auto& [x, statistics, count, weight, bias, residual, signs] = kept;
+  const bool passes = act == kActivation<None>;  // the gradient of the residual is the incoming one
+  const SyncSums::Wanted wanted{in.wants(0), in.wants(1), in.wants(2), in.wants(3) && !passes};
+  auto [coefficients, grad_weight, grad_bias, grad_residual] =
+      call_below<SyncSums>(in[0], x, statistics, count, maybe(weight), maybe(bias), maybe(residual),
+                           maybe(signs), act, wanted);
+  Tensor grad_x;
+  if (wanted[0]) {
+    add_over_processes(coefficients, group);
+    // The residual and the argument of relu have one gradient.
+    const bool shares = wanted[3] && act == kActivation<Relu>;
+    grad_x = call_below<SyncInputGradient>(
+        shares ? grad_residual : in[0], x, statistics, coefficients, maybe(weight), maybe(bias),
+        maybe(residual), shares ? std::nullopt : maybe(signs), shares ? kActivation<None> : act);
+  }
+  variable_list found{grad_x, grad_weight, grad_bias, grad_residual};
+  if (at::GradMode::is_enabled()) refuse_second_derivatives(in, kept, found);
+  if (passes) found[3] = in[0];
+  return found;
+}
+
+/// The whole op in eager mode. It is composite, so that modes and tensor subclasses see the parts
+/// and the collectives.
+struct SyncOp {
+  struct Arguments : Call {
+    Borrowed<MaybeTensor> batches;
+    std::string_view group;
+
+    TORCHKILN_FIELDS(self.x, self.weight, self.bias, self.running_mean, self.running_var,
+                     self.residual, self.batches, self.act, self.momentum, self.eps, self.group);
+  };
+  static constexpr const char* kSchema =
+      "torchkiln::_sync_bn_act(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
+      "Tensor(b!)? running_var, Tensor? residual, Tensor? batches, str act, float momentum, "
+      "float eps, str group) -> Tensor";
+
+  static Tensor kernel(const Arguments& call) {
+    const Tensor& x = call.x;
+    const MaybeTensor &weight = call.weight, &bias = call.bias, &residual = call.residual;
+    const MaybeTensor &mean = call.running_mean, &var = call.running_var, &batches = call.batches;
+    const std::array<Tensor, 3> inputs{tensor_or_undefined(weight), tensor_or_undefined(bias),
+                                       tensor_or_undefined(residual)};
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !is_transformed(x, inputs[0], inputs[1], inputs[2]), "torchkiln.", kSync,
+        ": got a call under torch.func or with a tangent, expected reverse mode, whose collectives "
+        "every process runs once");
+    const std::string group(call.group);
+    const Tensor moments = gathered(call_below<SyncMoments>(x), group);
+    const auto [statistics, count] =
+        call_below<SyncStatistics>(x, moments, mean, var, batches, call.momentum, call.eps);
+    const auto [y, signs] =
+        call_below<SyncForward>(x, statistics, weight, bias, residual, call.act);
+    if (!at::GradMode::is_enabled()) return y;
+    const Saved kept = kept_by_batch_norm(call.act, residual.has_value());
+    return record(
+        "sync_bn_act", {x, inputs[0], inputs[1], inputs[2]}, y,
+        keep(x, statistics, count, inputs[0], inputs[1],
+             kept == Saved::input ? inputs[2] : Tensor(), kept == Saved::sign ? signs : Tensor()),
+        [act = call.act, group](const Incoming& in, const Kept<7>& kept) {
+          return gradients(in, kept, act, group);
+        });
+  }
+};
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(torchkiln, m) {
   define<SyncMoments, SyncStatistics, SyncForward, SyncSums, SyncInputGradient>(m);
+  m.def(SyncOp::kSchema);
+  using Composite = detail::Entry<SyncOp, SyncOp::kernel>;
+  m.impl(name_of_op<SyncOp>(),
+         torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd, TORCH_FN(Composite::call)));
 }
 
 }  // namespace torchkiln::batch_norm_ops

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
 
 from torchkiln import _C
 from torchkiln.ops.eager import eager
@@ -80,7 +81,7 @@ def _gathered(own: Tensor, group: Any) -> Tensor:
 
 
 class _SyncForward(torch.autograd.Function):
-    """``bn_act`` with statistics over all processes of a group."""
+    """``bn_act`` with statistics over all processes of a group, for torch.compile."""
 
     @staticmethod
     def forward(
@@ -165,17 +166,26 @@ def sync_bn_act(
     may be empty. ``momentum`` may be an int64 tensor, the number of batches: new statistics then
     have the weight ``1 / momentum``.
     """
-    batches = momentum if isinstance(momentum, Tensor) else None
-    with torch.no_grad():
-        own = torch.ops.torchkiln._sync_bn_moments(x)
-        statistics, count = torch.ops.torchkiln._sync_bn_statistics(
+    batches, weight_of_new = (momentum, 0.0) if isinstance(momentum, Tensor) else (None, momentum)
+    if not is_compiling():
+        y: Tensor = _C._sync_bn_act(
             x,
-            _gathered(own, group),
+            weight,
+            bias,
             running_mean,
             running_var,
+            residual,
             batches,
-            0.0 if isinstance(momentum, Tensor) else momentum,
+            act,
+            weight_of_new,
             eps,
+            group.group_name,
+        )
+        return y
+    with torch.no_grad():  # the compiler sees the collectives
+        own = torch.ops.torchkiln._sync_bn_moments(x)
+        statistics, count = torch.ops.torchkiln._sync_bn_statistics(
+            x, _gathered(own, group), running_mean, running_var, batches, weight_of_new, eps
         )
     apply: Callable[..., Tensor] = _SyncForward.apply
     return apply(x, weight, bias, residual, statistics, count, act, group)

@@ -1,0 +1,47 @@
+#pragma once
+
+// Collectives of a process group, named as torch.distributed names it. They are calls of torch's
+// own ops on the current stream, so modes see them, and the host does not wait for a GPU. In Python
+// one of them takes as long as all other host work of a small op.
+
+#include <ATen/ATen.h>
+#include <torch/version.h>
+
+#include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+// A torch without torch.distributed lacks this function; only its callers fail then.
+namespace c10d {
+__attribute__((weak)) c10::intrusive_ptr<ProcessGroup> resolve_process_group(
+    const std::string& group_name);
+}  // namespace c10d
+
+namespace torchkiln {
+
+/// The contiguous tensors of all processes, [processes, numel].
+inline at::Tensor gathered(at::Tensor own, const std::string& group) {
+  const auto processes = c10d::resolve_process_group(group);
+  const int64_t count = processes->getSize();
+  at::Tensor every = at::empty_symint({count * own.sym_numel()}, own.options());
+  c10d::AllgatherOptions options;
+  options.asyncOp = false;
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
+  const auto work = processes->_allgather_base(every, own, options);
+#else
+  const auto work = processes->all_gather_single(every, own, options);
+#endif
+  if (work) work->wait();
+  return every.view_symint({count, own.sym_numel()});
+}
+
+/// Replaces a tensor by the sum of those of all processes.
+inline void add_over_processes(const at::Tensor& own, const std::string& group) {
+  std::vector<at::Tensor> tensors{own};
+  c10d::AllreduceOptions options;
+  options.asyncOp = false;
+  const auto work = c10d::resolve_process_group(group)->allreduce(tensors, options);
+  if (work) work->wait();
+}
+
+}  // namespace torchkiln
