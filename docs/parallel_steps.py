@@ -7,8 +7,9 @@
 
 `llama` is the model of docs/examples/parallel.py with the sizes of Llama 3 8B, 4 layers and 4
 sequences of 4096 tokens: for each process, or in all with `--scaling strong`. `resnet` is a
-ResNet-50 under DDP and autocast with 128 images for each process, by its batch norms. Columns are
-measured in turns. Times are medians of steps without an optimizer, and peaks are memory above that
+ResNet-50 under DDP and autocast with 128 images for each process, by its batch norms; `--graph`
+captures its steps in a CUDA graph, so that the host launches each in one call. Columns are measured
+in turns. Times are medians of steps without an optimizer, and peaks are memory above that
 before the steps, both of the slowest or largest process. --tiny is for a test on a CPU.
 """
 
@@ -30,7 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parallel_models import ENGINES, LLAMA, MODULES, TINY, WithLoss, prepared, shape_of
+from parallel_models import BLOCKS, COLUMNS, ENGINES, LLAMA, TINY, WithLoss, prepared, shape_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -40,6 +41,8 @@ from torchkiln.bench.clock import synchronize
 from torchkiln.testing import environment
 
 ROUNDS, STEPS, WARM = 2, 10, 3
+BEFORE_CAPTURE = 11
+"""Steps that DDP has to run before one is captured, as torch's notes on CUDA graphs say."""
 BATCH_NORMS = ("torch", "torchkiln", "fuse", "local")
 
 Row = dict[str, Any]
@@ -91,7 +94,11 @@ def resnet(given: argparse.Namespace, device: torch.device, column: Row) -> Step
     classes = torch.zeros(len(images), dtype=torch.long, device=device)
     if kind == "fuse":
         torchkiln.fuse(model)
-    call = DistributedDataParallel(model)
+    stream = torch.cuda.Stream(device) if given.graph else None
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):  # captured steps need a DDP that was made on a side stream
+        call = DistributedDataParallel(model)
 
     def run() -> Tensor:
         with torch.autocast(device.type, torch.bfloat16):
@@ -100,19 +107,37 @@ def resnet(given: argparse.Namespace, device: torch.device, column: Row) -> Step
         call.zero_grad(set_to_none=True)
         return loss.detach()
 
-    return run
+    return run if stream is None else captured(run, stream)
+
+
+def captured(run: Step, stream: torch.cuda.Stream) -> Step:
+    """The step as a CUDA graph with its collectives."""
+    with torch.cuda.stream(stream):
+        for _ in range(BEFORE_CAPTURE):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = run()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return loss
+
+    return replay
 
 
 def columns(given: argparse.Namespace) -> Iterator[Row]:
     """What is measured in turns."""
     if given.task == "resnet":
-        for name in BATCH_NORMS:
-            yield {"batch norms": name}
+        for name in given.batch_norms.split(","):
+            yield {"batch norms": name, "graph": given.graph}
         return
     one = dist.get_world_size() == 1
     for engine in ("one",) if one else given.engines.split(","):
-        for modules in MODULES:
-            yield {"engine": engine, "modules": modules}
+        for modules in given.modules.split(","):
+            if "tp" not in engine or modules not in BLOCKS:
+                yield {"engine": engine, "modules": modules}
 
 
 def most(value: float, device: torch.device) -> float:
@@ -129,7 +154,7 @@ def mean(loss: Tensor) -> float:
     return found.item()
 
 
-def measured(step: Step, device: torch.device) -> Row:
+def measured(step: Step, device: torch.device, steps: int) -> Row:
     """Times, peak and the loss of a step."""
     loss = mean(step())
     for _ in range(WARM - 1):
@@ -139,7 +164,7 @@ def measured(step: Step, device: torch.device) -> Row:
         torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device) if is_cuda else 0
     times = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         dist.barrier()
         synchronize(device)
         start = time.perf_counter()
@@ -159,6 +184,9 @@ def main(words: list[str]) -> None:
     )
     parser.add_argument("task", choices=("llama", "resnet"))
     parser.add_argument("--engines", default=",".join(ENGINES[1:]))
+    parser.add_argument("--modules", default=",".join(COLUMNS))
+    parser.add_argument("--batch-norms", default=",".join(BATCH_NORMS))
+    parser.add_argument("--graph", action="store_true", help="steps of resnet as CUDA graphs")
     parser.add_argument("--tensor", type=int, default=2, help="size of FSDP2 x tensor parallel")
     parser.add_argument("--scaling", choices=("weak", "strong"), default="weak")
     parser.add_argument("--dtype", default="bfloat16")
@@ -185,7 +213,7 @@ def main(words: list[str]) -> None:
         for column in columns(given):
             words_of = {"task": given.task, "processes": dist.get_world_size(), **column}
             row = {**words_of, "scaling": given.scaling, "dtype": given.dtype, "turn": turn}
-            row |= measured(make(given, device, column), device)
+            row |= measured(make(given, device, column), device, 2 if given.tiny else STEPS)
             if dist.get_rank() == 0:
                 line = json.dumps({**row, "environment": facts})
                 print(line, flush=True)

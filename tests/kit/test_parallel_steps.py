@@ -28,7 +28,8 @@ def rows(device: torch.device, processes: int, folder: Path, *options: str) -> l
 def test_losses_of_all_engines_are_those_of_one_process(
     device: torch.device, tmp_path: Path
 ) -> None:
-    options = ("llama", "--dtype", "float64", "--scaling", "strong")
+    modules = ("--modules", "torch,torchkiln,blocks")
+    options = ("llama", "--dtype", "float64", "--scaling", "strong", *modules)
     alone = rows(device, 1, tmp_path, *options)
     found = rows(device, processes_on(device, 4), tmp_path, *options)
     assert {row["engine"] for row in alone} == {"one"}
@@ -38,16 +39,41 @@ def test_losses_of_all_engines_are_those_of_one_process(
         # The table of RoPE has float64 values in one of them, float32 values in the other.
         assert row["loss"] == pytest.approx(expected, rel=1e-9), row
         assert 0 < row["least"] <= row["seconds"]
+    blocks = {row["engine"] for row in found if row["modules"] == "blocks"}
+    assert blocks == {"ddp", "fsdp"}
 
 
-def test_batch_norms_of_several_processes(device: torch.device, tmp_path: Path) -> None:
-    if device.type == "cpu":
-        pytest.skip("torch's SyncBatchNorm needs a GPU")
-    found = rows(device, processes_on(device, 2), tmp_path, "resnet")
+def test_losses_in_fp8_are_those_of_one_process(device: torch.device, tmp_path: Path) -> None:
+    """They differ from one another by less than from the loss without FP8."""
+    options = ("llama", "--dtype", "float32", "--scaling", "strong", "--modules")
+    (plain,) = rows(device, 1, tmp_path, *options, "torchkiln")
+    alone = rows(device, 1, tmp_path, *options, "fp8,blocks fp8")
+    found = rows(device, processes_on(device, 4), tmp_path, *options, "fp8,blocks fp8")
+    expected = {row["modules"]: row["loss"] for row in alone}
+    assert set(expected) == {"fp8", "blocks fp8"}
+    assert {row["engine"] for row in found} == {"ddp", "fsdp", "tp", "fsdp+tp"}
+    for row in (*alone, *found):
+        off = abs(expected[row["modules"]] - plain["loss"])
+        assert abs(row["loss"] - expected[row["modules"]]) < 0.1 * off, row
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_batch_norms_of_several_processes(
+    device: torch.device, tmp_path: Path, *, graph: bool
+) -> None:
+    if graph and device.type == "cpu":
+        pytest.skip("CUDA graphs need a GPU")
+    # DDP refuses torch's SyncBatchNorm on a CPU.
+    names = ["torchkiln", "local"]
+    if device.type == "cuda":
+        names = ["torch", *names, "fuse"]
+    options = ("resnet", "--batch-norms", ",".join(names), *(["--graph"] if graph else ()))
+    found = rows(device, processes_on(device, 2), tmp_path, *options)
     losses = {row["batch norms"]: row["loss"] for row in found}
-    assert list(losses) == ["torch", "torchkiln", "fuse", "local"]
-    for name in ("torchkiln", "fuse"):
-        assert losses[name] == pytest.approx(losses["torch"], rel=0.02)
+    assert list(losses) == names
+    assert {row["graph"] for row in found} == {graph}
+    for loss in losses.values():  # all processes have the same images
+        assert loss == pytest.approx(losses["local"], rel=0.02)
 
 
 IN_DOCS = f"import sys\nsys.path.insert(0, {str(DOCS)!r})\n"
