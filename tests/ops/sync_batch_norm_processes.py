@@ -6,6 +6,7 @@ A case compares what each process finds for its part of a batch with the whole b
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import os
 import sys
@@ -235,6 +236,50 @@ def captured(device: torch.device) -> None:
         graph.replay()
         torch.testing.assert_close(results, step(twin))
     torch.testing.assert_close(dict(layer.named_buffers()), dict(twin.named_buffers()))
+    torch.cuda.synchronize()
+
+
+def capture(net: nn.Module, images: Tensor) -> Any:
+    """A training step of all processes as a CUDA graph; docs/distributed.md has these lines."""
+    optimizer = torch.optim.AdamW(net.parameters(), capturable=True)
+
+    def step(model: nn.Module) -> Tensor:
+        loss: Tensor = model(images).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        model = nn.parallel.DistributedDataParallel(net)
+        for _ in range(11):
+            step(model)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step(model)
+    return graph, loss, functools.partial(step, model)
+
+
+def captured_training(device: torch.device) -> None:
+    """The parameters and statistics are those of steps without a graph."""
+    parts = parts_of("equal")
+    x = torch.empty(parts[0], CHANNELS, *IMAGE, device=device)
+    nets: list[Any] = [
+        nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1, bias=False), made(device)).to(device)
+    ]
+    nets.append(copy.deepcopy(nets[0]))
+    x.copy_(mine(drawn(device, parts, 1, F32)[0], parts))
+    graph, loss, _ = capture(nets[0], x)
+    *_, step = capture(nets[1], x)
+    for _ in range(3):
+        x.copy_(mine(drawn(device, parts, 1, F32)[0], parts))
+        graph.replay()
+        torch.testing.assert_close(loss, step())
+    torch.testing.assert_close(*(dict(net.state_dict()) for net in nets))
+    assert int(nets[0][1].num_batches_tracked) == 14
     torch.cuda.synchronize()
 
 

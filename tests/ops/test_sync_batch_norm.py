@@ -44,7 +44,7 @@ def test_processes_have_the_results_of_one(
 @needs_groups
 @pytest.mark.cuda
 @pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("case", [*CASES, *MODELS, "captured"])
+@pytest.mark.parametrize("case", [*CASES, *MODELS, "captured", "captured_training"])
 def test_gpus_have_the_results_of_one(count: int, case: str, tmp_path: Path) -> None:
     if torch.cuda.device_count() < count:
         pytest.skip(f"needs {count} GPUs")
