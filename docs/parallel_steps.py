@@ -3,14 +3,16 @@
     torchrun --standalone --nproc-per-node 4 docs/parallel_steps.py llama --out four.jsonl
     torchrun --standalone --nproc-per-node 4 docs/parallel_steps.py llama --scaling strong
     torchrun --standalone --nproc-per-node 4 docs/parallel_steps.py resnet
+    torchrun --standalone --nproc-per-node 4 docs/parallel_steps.py layer
     python docs/parallel_steps.py llama     # one GPU
 
 `llama` is the model of docs/examples/parallel.py with the sizes of Llama 3 8B, 4 layers and 4
 sequences of 4096 tokens: for each process, or in all with `--scaling strong`. `resnet` is a
 ResNet-50 under DDP and autocast with 128 images for each process, by its batch norms; `--graph`
-captures its steps in a CUDA graph, so that the host launches each in one call. Columns are measured
-in turns. Times are medians of steps without an optimizer, and peaks are memory above that
-before the steps, both of the slowest or largest process. --tiny is for a test on a CPU.
+captures its steps in a CUDA graph, so that the host launches each in one call. `layer` measures the
+host's time for one of 50 small batch norms with a relu. Columns are measured in turns. Times are
+medians of steps without an optimizer, and peaks are memory above that before the steps, both of the
+slowest or largest process. --tiny is for a test on a CPU.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from torchkiln.bench.clock import synchronize
 from torchkiln.testing import environment
 
 ROUNDS, STEPS, WARM = 2, 10, 3
+LAYERS, HOST_STEPS = 50, 100
 BEFORE_CAPTURE = 11
 """Steps that DDP has to run before one is captured, as torch's notes on CUDA graphs say."""
 BATCH_NORMS = ("torch", "torchkiln", "fuse", "local")
@@ -74,6 +77,18 @@ def llama(given: argparse.Namespace, device: torch.device, column: Row) -> Step:
     return run
 
 
+def normed(model: nn.Module, kind: str, device: torch.device) -> nn.Module:
+    """The model on the device, with batch norms of a kind in place of local ones."""
+    if kind == "torchkiln":
+        model = torchkiln.nn.SyncBatchNormAct.convert_sync_batchnorm(model)
+    elif kind != "local":
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model = model.to(device)
+    if kind == "fuse":
+        torchkiln.fuse(model)
+    return model
+
+
 def resnet(given: argparse.Namespace, device: torch.device, column: Row) -> Step:
     """A step of a ResNet-50."""
     torch.manual_seed(0)
@@ -83,17 +98,11 @@ def resnet(given: argparse.Namespace, device: torch.device, column: Row) -> Step
         model = nn.Sequential(*layers, nn.Linear(8 * 36, 10))
     else:
         model = import_module("torchvision").models.resnet50()
-    kind = column["batch norms"]
-    if kind == "torchkiln":
-        model = torchkiln.nn.SyncBatchNormAct.convert_sync_batchnorm(model)
-    elif kind != "local":
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = normed(model, column["batch norms"], device)
     images = torch.randn(2, 3, 8, 8) if given.tiny else torch.randn(128, 3, 224, 224)
     images = images.to(device, memory_format=torch.channels_last)
-    model = model.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     classes = torch.zeros(len(images), dtype=torch.long, device=device)
-    if kind == "fuse":
-        torchkiln.fuse(model)
     stream = torch.cuda.Stream(device) if given.graph else None
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -129,7 +138,7 @@ def captured(run: Step, stream: torch.cuda.Stream) -> Step:
 
 def columns(given: argparse.Namespace) -> Iterator[Row]:
     """What is measured in turns."""
-    if given.task == "resnet":
+    if given.task != "llama":
         for name in given.batch_norms.split(","):
             yield {"batch norms": name, "graph": given.graph}
         return
@@ -177,12 +186,34 @@ def measured(step: Step, device: torch.device, steps: int) -> Row:
     return row
 
 
+def host_times(given: argparse.Namespace, device: torch.device, column: Row) -> Row:
+    """The host's time for forward and backward of a layer; it waits only where the layer does."""
+    count, steps = (2, 2) if given.tiny else (LAYERS, HOST_STEPS)
+    parts = (part for _ in range(count) for part in (nn.BatchNorm2d(64), nn.ReLU()))
+    model = normed(nn.Sequential(*parts), column["batch norms"], device)
+    x = torch.randn(4, 64, 8, 8, device=device, requires_grad=True)
+    times = []
+    for _ in range(WARM + steps):
+        dist.barrier()
+        synchronize(device)
+        start = time.perf_counter()
+        loss = model(x).sum()
+        middle = time.perf_counter()
+        loss.backward()
+        times.append((middle - start, time.perf_counter() - middle))
+        synchronize(device)
+    both = zip(
+        ("forward_seconds", "backward_seconds"), zip(*times[WARM:], strict=True), strict=True
+    )
+    return {name: most(statistics.median(part) / count, device) for name, part in both}
+
+
 def main(words: list[str]) -> None:
     """Measures in this process of a group; the first one prints."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("task", choices=("llama", "resnet"))
+    parser.add_argument("task", choices=("llama", "resnet", "layer"))
     parser.add_argument("--engines", default=",".join(ENGINES[1:]))
     parser.add_argument("--modules", default=",".join(COLUMNS))
     parser.add_argument("--batch-norms", default=",".join(BATCH_NORMS))
@@ -213,7 +244,10 @@ def main(words: list[str]) -> None:
         for column in columns(given):
             words_of = {"task": given.task, "processes": dist.get_world_size(), **column}
             row = {**words_of, "scaling": given.scaling, "dtype": given.dtype, "turn": turn}
-            row |= measured(make(given, device, column), device, 2 if given.tiny else STEPS)
+            if given.task == "layer":
+                row |= host_times(given, device, column)
+            else:
+                row |= measured(make(given, device, column), device, 2 if given.tiny else STEPS)
             if dist.get_rank() == 0:
                 line = json.dumps({**row, "environment": facts})
                 print(line, flush=True)

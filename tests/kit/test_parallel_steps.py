@@ -76,6 +76,18 @@ def test_batch_norms_of_several_processes(
         assert loss == pytest.approx(losses["local"], rel=0.02)
 
 
+def test_host_times_of_a_layer(device: torch.device, tmp_path: Path) -> None:
+    options = ("layer", "--batch-norms", "torchkiln,local")
+    found = rows(device, processes_on(device, 2), tmp_path, *options)
+    forward, backward = (
+        {row["batch norms"]: row[f"{name}_seconds"] for row in found}
+        for name in ("forward", "backward")
+    )
+    assert list(forward) == ["torchkiln", "local"]
+    assert forward["torchkiln"] > forward["local"] > 0
+    assert backward["torchkiln"] > 0 < backward["local"]
+
+
 IN_DOCS = f"import sys\nsys.path.insert(0, {str(DOCS)!r})\n"
 
 COUNT = """
