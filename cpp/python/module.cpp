@@ -78,11 +78,11 @@ void bind_activations(const torchkiln::Binder& ops) {
 Tensor sync_bn_act(const Tensor& x, const std::optional<Tensor>& weight,
                    const std::optional<Tensor>& bias, const std::optional<Tensor>& running_mean,
                    const std::optional<Tensor>& running_var, const std::optional<Tensor>& residual,
-                   const std::optional<Tensor>& batches, std::string_view act, double momentum,
-                   double eps, std::string_view group) {
+                   const std::optional<Tensor>& batches, const std::optional<Tensor>& moments,
+                   std::string_view act, double momentum, double eps, std::string_view group) {
   static const auto op = torchkiln::find_op<decltype(sync_bn_act)>("torchkiln::_sync_bn_act");
-  return op.call(x, weight, bias, running_mean, running_var, residual, batches, act, momentum, eps,
-                 group);
+  return op.call(x, weight, bias, running_mean, running_var, residual, batches, moments, act,
+                 momentum, eps, group);
 }
 
 /// A separate op moves the running statistics.

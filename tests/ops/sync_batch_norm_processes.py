@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchkiln
+from torchkiln.nn.convolution import norm_act
 
 Sync: Any = torchkiln.nn.SyncBatchNormAct
 CHANNELS, IMAGE = 16, (3, 5)
@@ -167,6 +168,41 @@ def fused_models(device: torch.device) -> None:
     for model in (sync, ours, twin, parallel):
         torch.testing.assert_close(dict(model.named_buffers()), dict(plain.named_buffers()))
         torch.testing.assert_close(model.eval()(x), plain.eval()(x), atol=1e-5, rtol=1e-4)
+
+
+def known_moments(device: torch.device) -> None:
+    """A norm whose convolution computed the moments of the process."""
+    parts = parts_of("unequal")
+    layer: Any = made(device)
+    grad = mine(drawn(device, parts, 1, F32)[0], parts)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = mine(drawn(device, parts, 1, dtype)[0], parts).requires_grad_()
+        moments = torch.ops.torchkiln._sync_bn_moments(x.detach())
+        twin = copy.deepcopy(layer)
+        y = norm_act(layer, x, None, "relu", moments)
+        expected = twin(x)
+        torch.testing.assert_close(y, expected, rtol=0, atol=0)
+        found, right = (torch.autograd.grad(z, x, grad.to(dtype)) for z in (y, expected))
+        torch.testing.assert_close(found, right, rtol=0, atol=0)
+        torch.testing.assert_close(layer.state_dict(), twin.state_dict(), rtol=0, atol=0)
+
+
+def convolved_in_half(device: torch.device) -> None:
+    """A fused model in bfloat16, whose pixel convolutions may compute moments on a GPU."""
+    parts = parts_of("equal")
+    conv = nn.Conv2d(64, 256, 1, bias=False)
+    plain: nn.Module = nn.Sequential(conv, nn.BatchNorm2d(256), nn.ReLU()).to(device)
+    sync = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
+    assert len(torchkiln.fuse(sync).changed) == 1
+    x = torch.randn(sum(parts) * 8, 64, 56, 56, device=device).bfloat16()
+    x = x.contiguous(memory_format=torch.channels_last)
+    own = x.chunk(len(parts))[dist.get_rank()]
+    with torch.autocast(device.type, torch.bfloat16):
+        y, expected = sync(own), plain(x).chunk(len(parts))[dist.get_rank()]
+    torch.testing.assert_close(y, expected, rtol=0.02, atol=0.02)
+    for name in ("running_mean", "running_var"):
+        found, right = (net.get_buffer(f"1.{name}") for net in (sync, plain))
+        torch.testing.assert_close(found, right, rtol=1e-3, atol=1e-4)
 
 
 def statistics_of_the_process(device: torch.device) -> None:

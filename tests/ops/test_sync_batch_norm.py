@@ -18,7 +18,8 @@ from torchkiln.ops.batch_norm import sync_bn_act
 
 PROGRAM = Path(__file__).with_name("sync_batch_norm_processes.py")
 CASES = ("torchs_results", "rounding", "statistics_of_the_batch")
-MODELS = ("fused_models", "statistics_of_the_process", "compiled")
+MODELS = ("fused_models", "known_moments", "statistics_of_the_process", "compiled")
+ON_GPUS = ("convolved_in_half", "captured", "captured_training")
 needs_groups = pytest.mark.skipif(
     not dist.is_available(), reason="this torch has no torch.distributed"
 )
@@ -44,7 +45,7 @@ def test_processes_have_the_results_of_one(
 @needs_groups
 @pytest.mark.cuda
 @pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("case", [*CASES, *MODELS, "captured", "captured_training"])
+@pytest.mark.parametrize("case", [*CASES, *MODELS, *ON_GPUS])
 def test_gpus_have_the_results_of_one(count: int, case: str, tmp_path: Path) -> None:
     if torch.cuda.device_count() < count:
         pytest.skip(f"needs {count} GPUs")

@@ -259,15 +259,17 @@ variable_list gradients(const Incoming& in, const Kept<7>& kept, Activation act,
 struct SyncOp {
   struct Arguments : Call {
     Borrowed<MaybeTensor> batches;
+    Borrowed<MaybeTensor> moments;  // those of x, if computed before
     std::string_view group;
 
     TORCHKILN_FIELDS(self.x, self.weight, self.bias, self.running_mean, self.running_var,
-                     self.residual, self.batches, self.act, self.momentum, self.eps, self.group);
+                     self.residual, self.batches, self.moments, self.act, self.momentum, self.eps,
+                     self.group);
   };
   static constexpr const char* kSchema =
       "torchkiln::_sync_bn_act(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
-      "Tensor(b!)? running_var, Tensor? residual, Tensor? batches, str act, float momentum, "
-      "float eps, str group) -> Tensor";
+      "Tensor(b!)? running_var, Tensor? residual, Tensor? batches, Tensor? moments, str act, "
+      "float momentum, float eps, str group) -> Tensor";
 
   static Tensor kernel(const Arguments& call) {
     const Tensor& x = call.x;
@@ -280,9 +282,9 @@ struct SyncOp {
         ": got a call under torch.func or with a tangent, expected reverse mode, whose collectives "
         "every process runs once");
     const std::string group(call.group);
-    const Tensor moments = gathered(call_below<SyncMoments>(x), group);
-    const auto [statistics, count] =
-        call_below<SyncStatistics>(x, moments, mean, var, batches, call.momentum, call.eps);
+    const Tensor own = call.moments ? *call.moments : call_below<SyncMoments>(x);
+    const auto [statistics, count] = call_below<SyncStatistics>(x, gathered(own, group), mean, var,
+                                                                batches, call.momentum, call.eps);
     const auto [y, signs] =
         call_below<SyncForward>(x, statistics, weight, bias, residual, call.act);
     if (!at::GradMode::is_enabled()) return y;

@@ -1,5 +1,6 @@
 """Modules of batch norm with an activation: subclasses of torch's that replace ``forward``."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from torchkiln.nn.checks import check_act, check_eps
 from torchkiln.nn.plain import MISSING, attribute
+from torchkiln.ops._conv_moments import bn_act_from
 from torchkiln.ops.batch_norm import bn_act, sync_bn_act
 from torchkiln.typing import Activation, Device
 
@@ -61,10 +63,15 @@ def sync_batch_norm_act(
     x: Tensor,
     residual: Tensor | None,
     act: Activation,
+    moments: Tensor | None = None,
 ) -> Tensor:
-    """:func:`batch_norm_act`, with statistics over all processes if the module synchronises."""
+    """:func:`batch_norm_act`, with statistics over all processes if the module synchronises.
+
+    ``moments`` are the moments of ``x``, if the op that made ``x`` computed them.
+    """
     if not is_synchronized(module):
-        return batch_norm_act(module, x, residual, act)
+        op = bn_act if moments is None else functools.partial(bn_act_from, moments)
+        return batch_norm_act(module, x, residual, act, op)
     group: Any = attribute(module, "process_group")
     module._check_input_dim(x)
     own, buffers = module._parameters, module._buffers
@@ -85,6 +92,7 @@ def sync_batch_norm_act(
         momentum=momentum,
         eps=module.eps,
         group=group or dist.group.WORLD,
+        moments=moments,
     )
 
 

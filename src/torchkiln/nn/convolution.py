@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import ClassVar, Self
 
@@ -15,13 +14,11 @@ from torch.nn.modules.conv import _ConvNd
 
 from torchkiln.nn.batch_norm import (
     SyncBatchNormAct,
-    batch_norm_act,
-    is_synchronized,
     sync_batch_norm_act,
 )
 from torchkiln.nn.checks import check_act
 from torchkiln.nn.plain import is_torchs
-from torchkiln.ops._conv_moments import bn_act_from, conv_with_moments
+from torchkiln.ops._conv_moments import conv_with_moments
 from torchkiln.ops._conv_routes import CONVOLUTIONS as CALLS
 from torchkiln.ops._conv_routes import HALF, Geometry, Sizes, geometry_of, run_folded
 from torchkiln.ops._folding import Parts, forget
@@ -65,10 +62,7 @@ def norm_act(
     """
     fits = residual is None or (residual.shape == x.shape and residual.dtype == x.dtype)
     if runs_batch_norm(norm) and fits:
-        if moments is not None:
-            op = functools.partial(bn_act_from, moments)
-            return batch_norm_act(norm, x, residual, act, op)
-        return sync_batch_norm_act(norm, x, residual, act)
+        return sync_batch_norm_act(norm, x, residual, act, moments)
     y: Tensor = norm(x)
     if residual is not None:
         y = y.add_(residual) if in_place else y + residual
@@ -144,7 +138,7 @@ def convolved(conv: nn.Module, norm: _BatchNorm, x: Tensor) -> tuple[Tensor, Ten
     assert isinstance(conv, _ConvNd)
     weight, bias = given["weight"], given["bias"]
     assert weight is not None
-    if not (x.is_cuda and x.dtype in HALF and norm.training) or is_synchronized(norm):
+    if not (x.is_cuda and x.dtype in HALF and norm.training):
         return conv._conv_forward(x, weight, bias), None  # a call of the module takes 2 us more
     known = None
     if runs_batch_norm(norm):

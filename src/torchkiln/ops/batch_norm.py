@@ -155,6 +155,7 @@ def sync_bn_act(
     momentum: float | Tensor,
     eps: float,
     group: Any,
+    moments: Tensor | None = None,
 ) -> Tensor:
     """:func:`bn_act` in training, with common statistics of all processes of a group.
 
@@ -164,7 +165,7 @@ def sync_bn_act(
 
     The arguments are those of :func:`bn_act`. Batch sizes may differ between processes, and a batch
     may be empty. ``momentum`` may be an int64 tensor, the number of batches: new statistics then
-    have the weight ``1 / momentum``.
+    have the weight ``1 / momentum``. ``moments`` are those of ``x``, if computed before.
     """
     batches, weight_of_new = (momentum, 0.0) if isinstance(momentum, Tensor) else (None, momentum)
     if not is_compiling():
@@ -176,6 +177,7 @@ def sync_bn_act(
             running_var,
             residual,
             batches,
+            moments,
             act,
             weight_of_new,
             eps,
@@ -183,7 +185,7 @@ def sync_bn_act(
         )
         return y
     with torch.no_grad():  # the compiler sees the collectives
-        own = torch.ops.torchkiln._sync_bn_moments(x)
+        own = torch.ops.torchkiln._sync_bn_moments(x) if moments is None else moments
         statistics, count = torch.ops.torchkiln._sync_bn_statistics(
             x, _gathered(own, group), running_mean, running_var, batches, weight_of_new, eps
         )
