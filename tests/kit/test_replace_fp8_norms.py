@@ -107,6 +107,20 @@ class DeadLayer(Layer):
         return y
 
 
+class PairLayer(Layer):
+    """A norm before two products that are one module, and one before a single layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = torchkiln.nn.GatedMLP(SIZE, SIZE)  # type: ignore[assignment]
+        self.attn = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.first(x))
+        y: Tensor = x + self.mlp(self.second(x))
+        return y
+
+
 def passing(function: Callable[..., Any]) -> Callable[..., Any]:
     """A decorator that reads the arguments."""
 
@@ -228,7 +242,7 @@ def results(found: Any, x: Tensor) -> list[Tensor]:
     [
         *((Layer, 2), (InlineLayer, 2), (DeadLayer, 2), (of(DecoratedAttention), 1)),
         *((of(ReadingAttention), 1), (of(OwnAttention), 1), (LateLayer, 0), (TwiceLayer, 0)),
-        (SeenLayer, 0),
+        *((SeenLayer, 0), (PairLayer, 2)),
     ],
 )
 def test_norms_that_write_fp8(
