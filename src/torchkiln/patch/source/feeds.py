@@ -46,7 +46,7 @@ def rewrite_feeds(
     return [*found, *inline.found]
 
 
-def rewrite_pair(  # noqa: PLR0917
+def rewrite_pair(
     node: ast.FunctionDef,
     block: list[ast.stmt],
     index: int,
