@@ -35,7 +35,7 @@ from typing import Any
 COLUMNS: dict[str, tuple[str, ...]] = {
     "models": (
         *("eager", "compile", "replace", "replace+compile", "head", "backend"),
-        *("fp8", "fp8 head", "torchao tensorwise", "torchao rowwise"),
+        *("fp8", "fp8 head", "fp8 fused head", "torchao tensorwise", "torchao rowwise"),
     ),
     "lengths": ("eager", "replace", "compile", "compile dynamic", "compile mark_dynamic"),
     "small": ("host", "graphs", "reduce-overhead"),

@@ -33,6 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "head": {"head": True},
     "fp8": {"precision": "fp8"},
     "fp8 head": {"precision": "fp8", "head": "fp8"},
+    "fp8 fused head": {"precision": "fp8", "head": True},
 }
 """The arguments of replace by column."""
 RECIPES = {"torchao tensorwise": "tensorwise", "torchao rowwise": "rowwise"}
@@ -97,7 +98,7 @@ def prepared(model: nn.Module, row: Row) -> tuple[Callable[..., Any], dict[str, 
         counts = dict(Counter(found.kind for found in report.changed))
         if is_causal and "attention" not in counts:
             raise Skip(why_library(report))
-        if column == "head" and "head" not in counts:
+        if OPTIONS[column].get("head") is True and "head" not in counts:
             raise Skip("no head is replaced")
         if "precision" in OPTIONS[column]:
             counts["fp8"] = in_fp8(report)

@@ -153,11 +153,13 @@ def test_columns_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
         measured("models", model="llama", column="fp8")
     monkeypatch.setattr(fp8, "missing", lambda *_: "")
     monkeypatch.setattr(fp8, "LEAST", 1)
-    (row,) = measured("models", model="llama", column="fp8")
-    assert row["replaced"]["fp8"] == 14  # seven layers of 32 or 64 features in each of two blocks
-    assert row["loss"] == pytest.approx(
-        measured("models", model="llama", column="eager")[0]["loss"], rel=2e-2
-    )
+    (eager,) = measured("models", model="llama", column="eager")
+    for column, heads in (("fp8", 0), ("fp8 fused head", 1)):
+        (row,) = measured("models", model="llama", column=column)
+        # seven layers of 32 or 64 features in each of two blocks
+        assert row["replaced"]["fp8"] == 14
+        assert row["replaced"].get("head", 0) == heads
+        assert row["loss"] == pytest.approx(eager["loss"], rel=2e-2)
 
 
 def test_columns_of_torchao() -> None:
