@@ -214,11 +214,28 @@ def test_a_step_has_two_collectives_that_modes_see(device: torch.device, group: 
 
 
 @needs_groups
+def test_saved_tensors_in_another_layout(device: torch.device, group: Any) -> None:
+    """As from torch.autograd.graph.save_on_cpu with pinned memory, which is contiguous."""
+    made = [drawn(device, (4, 8, 5, 6), torch.float64) for _ in range(3)]
+    x, residual, grad = (t.to(memory_format=torch.channels_last).requires_grad_() for t in made)
+    options: Any = {"momentum": 0.1, "eps": 1e-5, "act": "relu", "group": group}
+    found = []
+    for pack in (lambda t: t, lambda t: t.contiguous()):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = sync_bn_act(x, None, None, None, None, residual, **options)
+        found.append(torch.autograd.grad(y, (x, residual), grad.detach()))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+@needs_groups
 def test_transforms_are_refused(device: torch.device, group: Any) -> None:
     x = drawn(device, (3, 5, 4), torch.float32)
     options: Any = {"momentum": 0.1, "eps": 1e-5, "act": "relu", "group": group}
     with pytest.raises(NotImplementedError, match=r"sync_bn_act: got a call under torch\.func"):
         torch.func.grad(lambda x: sync_bn_act(x, None, None, None, None, None, **options).sum())(x)
+    y = sync_bn_act(x.requires_grad_(), None, None, None, None, None, **options)
+    with pytest.raises(NotImplementedError, match="got gradients with is_grads_batched=True"):
+        torch.autograd.grad(y, x, torch.ones(2, *y.shape, device=device), is_grads_batched=True)
 
 
 def test_without_a_group_it_is_bn_act(device: torch.device) -> None:

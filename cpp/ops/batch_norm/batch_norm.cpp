@@ -136,13 +136,7 @@ variable_list gradients(const Incoming& in, const Kept<6>& kept, const Settings&
   // Without an activation the gradient of the residual is the incoming gradient.
   const bool passes = settings.act == kActivation<None>;
   const Backward::Wanted wanted{in.wants(0), in.wants(1), in.wants(2), in.wants(3) && !passes};
-  // The signs are in the memory order that x had in forward; hooks may have saved x in another
-  // order.
-  const bool last = settings.channels_last;
-  const MaybeCopy pixels =
-      signs.defined() && channels_are_last(x) != last
-          ? MaybeCopy::owned(std::in_place, empty_in_channel_layout(x, last).copy_(x))
-          : MaybeCopy::borrowed(x);
+  const MaybeCopy pixels = in_order_of_signs(x, signs, settings.channels_last);
   auto [grad_x, grad_weight, grad_bias, grad_residual] = call_below<Backward>(
       in[0], *pixels, statistics, maybe(weight), maybe(bias), maybe(residual), maybe(signs),
       settings.act, settings.training, wanted, maybe(in.second()));

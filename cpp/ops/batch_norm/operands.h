@@ -48,6 +48,13 @@ inline MaybeCopy in_layout(const char* name, const MaybeTensor& tensor, bool cha
   return tensor ? in_layout(name, *tensor, channels_last) : MaybeCopy::owned(Tensor());
 }
 
+/// For gradients: x in the memory order that it had in forward, which is that of the signs; hooks
+/// may have saved x in another order.
+inline MaybeCopy in_order_of_signs(const Tensor& x, const Tensor& signs, bool channels_last) {
+  if (!signs.defined() || channels_are_last(x) == channels_last) return MaybeCopy::borrowed(x);
+  return MaybeCopy::owned(std::in_place, empty_in_channel_layout(x, channels_last).copy_(x));
+}
+
 /// Merges dimensions where that leaves larger ones: a single channel has one plane of all elements.
 inline ChannelLayout layout_of(const Tensor& x, bool channels_last) {
   const int64_t channels = x.size(1);

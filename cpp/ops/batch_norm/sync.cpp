@@ -231,9 +231,17 @@ void refuse_second_derivatives(const Incoming& in, const Kept<7>& kept,
          });
 }
 
-variable_list gradients(const Incoming& in, const Kept<7>& kept, Activation act,
+variable_list gradients(const Incoming& in, const Kept<7>& kept, Activation act, bool channels_last,
                         const std::string& group) {
-  const auto& [x, statistics, count, weight, bias, residual, signs] = kept;
+  constexpr c10::DispatchKeySet kBatched(
+      {c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Batched});
+  TORCH_CHECK_NOT_IMPLEMENTED(!in[0].key_set().has_any(kBatched), "torchkiln.", kSync,
+                              ": got gradients with is_grads_batched=True, expected one at a time, "
+                              "whose sums every process "
+                              "exchanges once");
+  const auto& [saved, statistics, count, weight, bias, residual, signs] = kept;
+  const MaybeCopy pixels = in_order_of_signs(saved, signs, channels_last);
+  const Tensor& x = *pixels;
   const bool passes = act == kActivation<None>;  // the gradient of the residual is the incoming one
   const SyncSums::Wanted wanted{in.wants(0), in.wants(1), in.wants(2), in.wants(3) && !passes};
   auto [coefficients, grad_weight, grad_bias, grad_residual] =
@@ -293,8 +301,9 @@ struct SyncOp {
         "sync_bn_act", {x, inputs[0], inputs[1], inputs[2]}, y,
         keep(x, statistics, count, inputs[0], inputs[1],
              kept == Saved::input ? inputs[2] : Tensor(), kept == Saved::sign ? signs : Tensor()),
-        [act = call.act, group](const Incoming& in, const Kept<7>& kept) {
-          return gradients(in, kept, act, group);
+        [act = call.act, last = channels_are_last(x), group](const Incoming& in,
+                                                             const Kept<7>& kept) {
+          return gradients(in, kept, act, last, group);
         });
   }
 };

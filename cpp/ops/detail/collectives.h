@@ -11,7 +11,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-// A torch without torch.distributed lacks this function; only its callers fail then.
+// A torch without torch.distributed lacks this function.
 namespace c10d {
 __attribute__((weak)) c10::intrusive_ptr<ProcessGroup> resolve_process_group(
     const std::string& group_name);
@@ -19,9 +19,16 @@ __attribute__((weak)) c10::intrusive_ptr<ProcessGroup> resolve_process_group(
 
 namespace torchkiln {
 
+/// The group of a name.
+inline c10::intrusive_ptr<c10d::ProcessGroup> group_of(const std::string& name) {
+  TORCH_CHECK(c10d::resolve_process_group != nullptr, "torchkiln: group: got ", name,
+              ", expected a torch that is built with torch.distributed");
+  return c10d::resolve_process_group(name);
+}
+
 /// The contiguous tensors of all processes, [processes, numel].
 inline at::Tensor gathered(at::Tensor own, const std::string& group) {
-  const auto processes = c10d::resolve_process_group(group);
+  const auto processes = group_of(group);
   const int64_t count = processes->getSize();
   at::Tensor every = at::empty_symint({count * own.sym_numel()}, own.options());
   c10d::AllgatherOptions options;
@@ -40,7 +47,7 @@ inline void add_over_processes(const at::Tensor& own, const std::string& group) 
   std::vector<at::Tensor> tensors{own};
   c10d::AllreduceOptions options;
   options.asyncOp = false;
-  const auto work = c10d::resolve_process_group(group)->allreduce(tensors, options);
+  const auto work = group_of(group)->allreduce(tensors, options);
   if (work) work->wait();
 }
 
