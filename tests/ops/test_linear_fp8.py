@@ -332,9 +332,13 @@ def test_a_compiled_optimizer() -> None:
         assert torch.equal(found(x), linear_fp8(x, found.weight, found.bias))
 
 
-def test_weights_copied_from_others_after_a_step() -> None:
+@pytest.mark.parametrize("is_frozen_before", [False, True])
+def test_weights_copied_from_others_after_a_step(*, is_frozen_before: bool) -> None:
     """As in training with parameters of higher precision, which the optimizer has."""
     found, x = layer(256, 128), torch.randn(16, 256)
+    found.requires_grad_(not is_frozen_before)
+    found(x)
+    found.requires_grad_()
     found(x)
     other = nn.Parameter(found.weight.detach().double())
     other.grad = torch.ones_like(other)

@@ -61,12 +61,12 @@ class WeightCache:
             return None
         stream = torch.cuda.current_stream(weight.device) if weight.is_cuda else None
         is_current = self.watch is not None and self.watch.is_current(weights)
+        self.is_trained = any(one.requires_grad for one in weights)
         if self.value is None or not is_current:
             self.value = None  # freed before the new one is made
             with torch.inference_mode(mode=False), torch.no_grad():
                 self.value = quantize_weight(torch.cat(weights) if weights[1:] else weight)
             self.watch, self.stream = _C.Watch(weights), stream
-            self.is_trained = any(one.requires_grad for one in weights)
             if stream is not None:  # calls on other streams read it, too
                 stream.synchronize()
         elif stream is not None and stream != self.stream:
