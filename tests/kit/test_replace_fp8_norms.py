@@ -373,9 +373,17 @@ def test_what_a_layer_keeps_for_backward() -> None:
 def test_graphs_keep_the_norms() -> None:
     found, x = model(Layer), draw()
     torchkiln.replace(found, precision="fp8")
-    compiled: Any = torch.compile(found, backend="aot_eager", fullgraph=True)
+    names: list[str] = []
+
+    def record(graph: torch.fx.GraphModule, _: Any) -> Any:
+        names.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    compiled: Any = torch.compile(found, backend=record, fullgraph=True)
     y, expected = compiled(x), found(x)
     assert (y - expected).float().norm() < 0.02 * expected.float().norm()
+    assert not [name for name in names if "norm_fp8" in name]
+    assert [name for name in names if "norm" in name]
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -172,9 +172,10 @@ def takes_quantized(layer: nn.Module, norm: nn.Module, x: Tensor) -> bool:
         return False
     if len(getattr(norm, "normalized_shape", ())) != 1:
         return False
-    if type(layer) is Attention:
-        return type(layer.qkv) is LinearFP8 and not has_hooks(layer) and not has_hooks(layer.qkv)
-    return type(layer) in (MLP, GatedMLP) and not has_hooks(layer)
+    parts = [layer, layer.qkv] if type(layer) is Attention else [layer]
+    if any(has_hooks(part) or "forward" in vars(part) for part in parts):
+        return False
+    return type(layer) in (MLP, GatedMLP) or type(parts[-1]) is LinearFP8
 
 
 def add_norm(

@@ -136,12 +136,23 @@ def reading(
     sides = [value.left, value.right] if isinstance(value, ast.BinOp) else [value]
     calls = [side for side in sides if isinstance(side, ast.Call)]
     names = [side.id for side in sides if isinstance(side, ast.Name)]
-    if len(calls) != 1 or len(calls) + len(names) < len(sides) or variable in names:
+    if len(calls) != 1 or len(calls) + len(names) < len(sides):
         return None
-    if mentioned(calls[0]).count(variable) != 1:
+    if len(loads_of(statement, variable)) != 1 or mentioned(calls[0]).count(variable) != 1:
         return None
     place = place_of(calls[0], readers, lambda part: is_name(part, variable))
     return None if place is None else (place[0], place[1])
+
+
+def loads_of(statement: ast.stmt, variable: str) -> list[ast.AST]:
+    """The uses of a variable in a statement, but for those that only set it."""
+    changed = [part.target for part in ast.walk(statement) if isinstance(part, ast.AugAssign)]
+    return [
+        part
+        for part in ast.walk(statement)
+        if is_name(part, variable)
+        and (part in changed or not isinstance(getattr(part, "ctx", None), ast.Store))
+    ]
 
 
 def is_name(part: ast.AST, variable: str) -> bool:
@@ -168,21 +179,25 @@ def place_of(
 
 def is_dead(node: ast.FunctionDef, block: list[ast.stmt], at: int, variable: str) -> bool:
     """Whether no statement after ``block[at]`` reads the variable before it is set again."""
-    if isinstance(block[at], ast.Return) or variable in stored([block[at]]):
+    if isinstance(block[at], ast.Return) or sets(block[at], variable):
         return True
     for statement in block[at + 1 :]:
-        loads = [
-            part
-            for part in ast.walk(statement)
-            if is_name(part, variable) and not isinstance(getattr(part, "ctx", None), ast.Store)
-        ]
-        if loads:
+        if loads_of(statement, variable):
             return False
-        if isinstance(statement, ast.Assign) and variable in stored([statement]):
+        if isinstance(statement, ast.Return) or sets(statement, variable):
             return True
-        if isinstance(statement, ast.Return):
-            return True
+        if any(isinstance(part, (ast.Break, ast.Continue)) for part in ast.walk(statement)):
+            return False
     return block is node.body
+
+
+def sets(statement: ast.stmt, variable: str) -> bool:
+    """Whether a statement assigns to a variable, alone or among others."""
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    if isinstance(statement, ast.AnnAssign) and statement.value is not None:
+        targets = [statement.target]
+    parts = [part for one in targets for part in getattr(one, "elts", [one])]
+    return any(is_name(part, variable) for part in parts)
 
 
 def reads_all(node: ast.FunctionDef) -> bool:
@@ -219,7 +234,7 @@ def fed_parameter(node: ast.FunctionDef) -> Fed | None:
 
     The submodules may be methods.
     """
-    names = [arg.arg for arg in node.args.args[1:]]
+    names = [arg.arg for arg in [*node.args.posonlyargs, *node.args.args][1:]]
     parents = {child: part for part in ast.walk(node) for child in ast.iter_child_nodes(part)}
     if reads_all(node):
         return None
