@@ -84,8 +84,8 @@ def test_host_times_of_a_layer(device: torch.device, tmp_path: Path) -> None:
         for name in ("forward", "backward")
     )
     assert list(forward) == ["torchkiln", "local"]
-    assert forward["torchkiln"] > forward["local"] > 0
-    assert backward["torchkiln"] > 0 < backward["local"]
+    assert list(backward) == list(forward)
+    assert min(*forward.values(), *backward.values()) > 0
 
 
 IN_DOCS = f"import sys\nsys.path.insert(0, {str(DOCS)!r})\n"

@@ -81,7 +81,7 @@ def quantized(device: torch.device, dtype: torch.dtype, shape: Shape) -> Sample:
 
 def both(x: Tensor) -> Tensors:
     """The casts of a matrix and of the transposed one."""
-    return *cast(x), *cast(x.T)
+    return *cast(x), *cast(x.T.contiguous())
 
 
 def squares(x: Tensor) -> Tensors:
@@ -94,7 +94,7 @@ def squares(x: Tensor) -> Tensors:
 
 def turned(data: Tensor, scale: Tensor) -> Tensors:
     """The transposed matrix in E4M3, by way of floating point."""
-    return cast((data.float() * scale.repeat_interleave(BLOCK, 1)).T)
+    return cast((data.float() * scale.repeat_interleave(BLOCK, 1)).T.contiguous())
 
 
 def with_sum(norm: Callable[..., Tensor]) -> Callable[..., Tensors]:
