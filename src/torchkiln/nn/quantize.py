@@ -35,7 +35,7 @@ def has_group() -> bool:
 class WeightCache:
     """A weight in float8_e4m3fn, quantised again where the weight may have changed.
 
-    Of several weights with the same columns it is the weight of all their rows.
+    Several weights with the same columns are quantised as one, which has all their rows.
     """
 
     def __init__(self) -> None:
@@ -91,8 +91,8 @@ def watch_optimizers() -> None:
 def forget_trained(_: set[int]) -> None:
     """Drop the quantised forms of all weights that require a gradient.
 
-    Those that an optimizer has changed are not enough: a program may copy other parameters, of
-    higher precision, to the weights through ``.data`` after the step.
+    All of them, whatever the optimizer has changed: after a step, a program may copy parameters of
+    higher precision to the weights through ``.data``.
     """
     for cache in (*CACHES.values(), *JOINED.values()):
         if cache.is_trained:
