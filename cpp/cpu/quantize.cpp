@@ -85,11 +85,9 @@ void quantize_tile(const Quantize& p, const Tile& tile) {
     }
     by_row[r] = most;
   }
-  if (p.square) {
-    const uint32_t most = *std::max_element(by_row, by_row + tile.rows);
-    std::fill_n(by_row, kTile, most);
-    std::fill_n(by_column, kTile, most);
-  }
+  const uint32_t most_of_tile = *std::max_element(by_row, by_row + tile.rows);
+  if (p.square) std::fill_n(by_row, kTile, most_of_tile);
+  if (p.transposed_square) std::fill_n(by_column, kTile, most_of_tile);
   for (int64_t i = 0; i < kTile; ++i) {
     by_row[i] = fp8_scale_exponent(by_row[i]);
     by_column[i] = fp8_scale_exponent(by_column[i]);
@@ -108,7 +106,7 @@ void quantize_tile(const Quantize& p, const Tile& tile) {
   if (p.transposed != nullptr) {
     write_rows(p.transposed, p.rows, tile.column, tile.row, tile.columns, tile.rows, by_column,
                [&](int64_t r, int64_t c) { return tile.value[c * kTile + r]; });
-    if (p.square) {
+    if (p.transposed_square) {
       write_square_scale(p.transposed_scale, p.transposed_scale_stride, column_block, row_block,
                          p.row_blocks(), by_column[0]);
     } else {

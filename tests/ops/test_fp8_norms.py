@@ -147,13 +147,15 @@ def test_into_a_product(name: str, dtype: torch.dtype, device: str) -> None:
     torchs: Any = F.layer_norm if norm.centered else F.rms_norm
     eps = 1e-5 if norm.centered else torch.finfo(torch.float32).eps
     exact = torchs(z, shape, *parameters, eps=eps)
-    rounded = torchkiln.dequantize(quantize(parts(norm.op.plain(*args))[0].detach()), torch.float64)
+    normed = quantize(parts(norm.op.plain(*args))[0].detach())
+    both = (normed, torchkiln.transpose_quantized(normed, square=True))
+    rounded, turned = (torchkiln.dequantize(q, torch.float64) for q in both)
     weights = torchkiln.dequantize(torchkiln.quantize_weight(weight.detach()), torch.float64)
     rows, columns = (torchkiln.dequantize(q, torch.float64) for q in torchkiln.quantize_both(grad))
     expected = [
         rounded @ weights.T,
         *torch.autograd.grad(exact, wide, rows @ weights),
-        columns @ rounded,
+        columns @ turned.T,
     ]
     for one, truth in zip((y, *found), expected, strict=True):
         # y and the gradients of norm and weight are rounded, each product to 14 bits or more.

@@ -32,9 +32,9 @@ def values(x: Tensor) -> Tensor:
     return torchkiln.dequantize(quantize(x), torch.float64)
 
 
-def columns(x: Tensor) -> Tensor:
+def columns(x: Tensor, *, square: bool = False) -> Tensor:
     """The quantised numbers of the columns of a matrix, in float64."""
-    return torchkiln.dequantize(quantize_both(x)[1], torch.float64).T
+    return torchkiln.dequantize(quantize_both(x, square=square)[1], torch.float64).T
 
 
 def weight_values(weight: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def test_values_and_gradients(sizes: tuple[int, int, int], dtype: torch.dtype, d
     assert bias.grad is not None
     assert weight.grad.dtype == torch.float32
     require_product(x.grad, values(grad), weight_values(weight).T)
-    require_product(weight.grad, columns(grad).T, columns(x.detach()).T)
+    require_product(weight.grad, columns(grad).T, columns(x.detach(), square=True).T)
     assert_close(bias.grad, torchkiln.sum(grad, 0), rtol=0, atol=0)
     with torch.no_grad():
         assert torch.equal(linear_fp8(x, weight, bias), y)
@@ -118,7 +118,7 @@ def test_one_quantised_input_for_several_layers(device: str) -> None:
     more = torch.autograd.grad(linear_fp8(x, other), (x, other), grad)
     assert torch.equal(found[0], alone[0] + more[0])
     # The columns of x are those of its quantised rows.
-    turned = torchkiln.transpose_quantized(shared)
+    turned = torchkiln.transpose_quantized(shared, square=True)
     right = torchkiln.dequantize(turned, torch.float64)
     require_product(found[1], columns(grad).T, right)
     with torch.no_grad():  # without a source the result has the dtype of the weight

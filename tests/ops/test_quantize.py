@@ -54,6 +54,24 @@ def require_rows(found: torchkiln.Quantized, x: Tensor) -> None:
     assert_close(data.view(torch.uint8), expected, rtol=0, atol=0)
 
 
+def require_squares(found: torchkiln.Quantized, x: Tensor) -> None:
+    """Compare a matrix with one scale for 128 x 128 elements with the expected one."""
+    data, scale = found.data.view(torch.uint8), found.scale
+    if x.numel():
+        finite = torch.where(x.isfinite(), x, 0)
+        tiles = [[tile.abs().amax() for tile in row.split(128, 1)] for row in finite.split(128, 0)]
+        assert_close(
+            scale, scale_for(torch.stack([torch.stack(row) for row in tiles])), rtol=0, atol=0
+        )
+    each = scale.repeat_interleave(128, 0)[: x.shape[0]].repeat_interleave(128, 1)[:, : x.shape[1]]
+    assert_close(data, to_bytes(x.double(), each), rtol=0, atol=0)
+    blocks = -(-x.shape[1] // 128)
+    if blocks:
+        assert scale.stride() == (-(-blocks // 4) * 4, 1)  # as torch multiplies them
+        padding = scale.as_strided((scale.shape[0], scale.stride(0)), scale.stride())[:, blocks:]
+        assert_close(padding, torch.zeros_like(padding), rtol=0, atol=0)
+
+
 def normal(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> Tensor:
     """Numbers whose magnitude differs from row to row and from column to column."""
     generator = torch.Generator().manual_seed(len(shape) + sum(shape))
@@ -74,6 +92,9 @@ def test_bits(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
     rows, transposed = torchkiln.quantize_both(x)
     require_rows(rows, x)
     require_rows(transposed, columns)
+    rows, transposed = torchkiln.quantize_both(x, square=True)
+    require_rows(rows, x)
+    require_squares(transposed, columns)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -81,13 +102,7 @@ def test_bits(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
 def test_weight(shape: tuple[int, int], device: str) -> None:
     weight = normal(shape, torch.bfloat16, device)
     found = torchkiln.quantize_weight(weight)
-    if weight.numel():
-        blocks = [[tile.abs().amax() for tile in row.split(128, 1)] for row in weight.split(128, 0)]
-        scale = scale_for(torch.stack([torch.stack(row) for row in blocks]))
-        each = scale.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
-        assert_close(found.scale, scale, rtol=0, atol=0)
-        expected = to_bytes(weight.double(), each)
-        assert_close(found.data.view(torch.uint8), expected, rtol=0, atol=0)
+    require_squares(torchkiln.Quantized(found.data, found.scale), weight)
     assert_close(found.transposed_scale, found.scale.T, rtol=0, atol=0)
     assert torch.equal(found.transposed.view(torch.uint8), found.data.view(torch.uint8).T)
 
@@ -134,6 +149,8 @@ def test_not_finite_is_visible_and_alone(bad: float, device: str) -> None:
     for found, source in zip(torchkiln.quantize_both(x), (x, x.T), strict=True):
         require_rows(found, source)
         assert torch.equal(torchkiln.dequantize(found).isnan(), ~source.isfinite())
+    squares = torchkiln.quantize_both(x, square=True)[1]
+    require_squares(squares, x.T)
     weight = torchkiln.quantize_weight(x)
     assert torch.equal(torchkiln.dequantize(weight).isnan(), ~x.isfinite())
 
@@ -155,6 +172,7 @@ def test_strides_of_rows(device: str) -> None:
     for x in (whole[:, 8:264], whole[:, 3:300], whole[::2], whole.T, whole[:1].expand(40, 700)):
         require_rows(torchkiln.quantize(x), x)
         require_rows(torchkiln.quantize_both(x)[1], x.T)
+        require_squares(torchkiln.quantize_both(x, square=True)[1], x.T)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -166,6 +184,7 @@ def test_turning_keeps_the_numbers(device: str) -> None:
     before, after = (torchkiln.dequantize(one) for one in (found, turned))
     assert torch.equal(after, before.view(200, 270).T)
     require_rows(turned, before.view(200, 270).T)
+    require_squares(torchkiln.transpose_quantized(found, square=True), before.view(200, 270).T)
     copied = torchkiln.Quantized(found.data, found.scale.contiguous())
     assert torch.equal(torchkiln.transpose_quantized(copied).scale, turned.scale)
 

@@ -113,7 +113,7 @@ Four GatedGradientOp::kernel(const Tensor& grad, const Tensor& packed, Gate act)
     return out;
   const auto [plain, none] =
       call_below<gated_ops::GatedBackward>(grad, packed, MaybeTensor(), act.act);
-  return call_below<BothOp>(plain);
+  return call_below<BothOp>(plain, false);
 }
 
 TORCH_LIBRARY_FRAGMENT(torchkiln, m) { define<GatedOp, GatedGradientOp>(m); }

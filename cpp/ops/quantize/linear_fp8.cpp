@@ -122,7 +122,7 @@ Factors factors_of(const Call& call, bool keeps_x) {
   if (call.scale) {
     x = kept = {*call.x, *call.scale};
   } else if (keeps_x) {
-    const auto [data, scale, turned, turned_scale] = call_below<BothOp>(*call.x);
+    const auto [data, scale, turned, turned_scale] = call_below<BothOp>(*call.x, /*square=*/true);
     x = {data, scale};
     kept = {turned, turned_scale};
   } else {
@@ -152,8 +152,8 @@ struct Rule {
       grad_x = call_below<ProductOp>(data, scale, turned, turned_scale, /*square=*/true,
                                      MaybeTensor(), dtype);
     if (in.wants(1)) {
-      if (is_quantized) std::tie(x, x_scale) = call_below<TransposeOp>(x, x_scale);
-      grad_weight = call_below<ProductOp>(columns, columns_scale, x, x_scale, /*square=*/false,
+      if (is_quantized) std::tie(x, x_scale) = call_below<TransposeOp>(x, x_scale, true);
+      grad_weight = call_below<ProductOp>(columns, columns_scale, x, x_scale, /*square=*/true,
                                           MaybeTensor(), weight_dtype);
     }
     return {grad_x, grad_weight};
@@ -233,7 +233,7 @@ struct LinearFp8 {
                     const Tensor& grad = in[0];
                     variable_list found = rule.gradients(
                         in, kept, [&] { return call_below<QuantizeOp>(grad); },
-                        [&] { return call_below<BothOp>(grad); });
+                        [&] { return call_below<BothOp>(grad, false); });
                     found.push_back(in.wants(2) ? summed(grad, bias_dtype) : Tensor());
                     return found;
                   });

@@ -63,9 +63,15 @@ Tensor empty_squares(const SymInt& rows, const SymInt& columns, const Tensor& li
 
 uint8_t* bytes(const Tensor& tensor) { return static_cast<uint8_t*>(tensor.data_ptr()); }
 
-/// Fills in the outputs. Tensors that are not wanted are undefined.
-void run(const char* op, const Tensor& x, const Tensor& x_scale, bool square, const Two& rows,
-         const Two& transposed) {
+/// A result: data, scales, and whether they are of squares. Undefined tensors are not wanted.
+struct Result {
+  Tensor data, scale;
+  bool square = false;
+};
+
+/// Fills in the results.
+void run(const char* op, const Tensor& x, const Tensor& x_scale, const Result& rows,
+         const Result& transposed) {
   if (x.numel() == 0) return;
   const int64_t columns = x.size(-1), count = x.numel() / columns;
   const RowsView view = view_as_rows(x, count, columns);
@@ -76,13 +82,13 @@ void run(const char* op, const Tensor& x, const Tensor& x_scale, bool square, co
   p.rows = count;
   p.columns = columns;
   p.stride = view.stride;
-  p.square = square;
-  const auto put = [](const Two& outputs, uint8_t*& data, float*& scale, int64_t& stride) {
-    const auto& [bytes_of, scale_of] = outputs;
-    if (!bytes_of.defined()) return;
-    data = bytes(bytes_of);
-    scale = scale_of.data_ptr<float>();
-    stride = scale_of.stride(0);
+  p.square = rows.square;
+  p.transposed_square = transposed.square;
+  const auto put = [](const Result& result, uint8_t*& data, float*& scale, int64_t& stride) {
+    if (!result.data.defined()) return;
+    data = bytes(result.data);
+    scale = result.scale.data_ptr<float>();
+    stride = result.scale.stride(0);
   };
   put(rows, p.data, p.scale, p.scale_stride);
   put(transposed, p.transposed, p.transposed_scale, p.transposed_scale_stride);
@@ -104,8 +110,10 @@ Two empty_quantized(c10::SymIntArrayRef shape, const Tensor& like) {
   return {empty_data(shape, like), empty_scale(shape, like)};
 }
 
-Two empty_transposed(const Tensor& x) {
-  return empty_quantized(std::array<SymInt, 2>{x.sym_size(-1), rows_of(x)}, x);
+Two empty_transposed(const Tensor& x, bool square) {
+  const std::array<SymInt, 2> shape{x.sym_size(-1), rows_of(x)};
+  if (!square) return empty_quantized(shape, x);
+  return {empty_data(shape, x), empty_squares(shape[0], shape[1], x)};
 }
 
 Tensor stand_in(c10::SymIntArrayRef shape, const at::TensorOptions& options) {
@@ -130,32 +138,34 @@ Two QuantizeOp::meta(const Tensor& x) {
 
 Two QuantizeOp::kernel(const Tensor& x) {
   Two out = meta(x);
-  run("quantize", x, Tensor(), false, out, Two());
+  const auto& [data, scale] = out;
+  run("quantize", x, Tensor(), {data, scale}, {});
   return out;
 }
 
-Four BothOp::meta(const Tensor& x) {
+Four BothOp::meta(const Tensor& x, bool square) {
   check_source("quantize_both", "x", x);
   check_not_0_dim("quantize_both", "x", x);
-  return std::tuple_cat(empty_quantized(x.sym_sizes(), x), empty_transposed(x));
+  return std::tuple_cat(empty_quantized(x.sym_sizes(), x), empty_transposed(x, square));
 }
 
-Four BothOp::kernel(const Tensor& x) {
-  Four out = meta(x);
+Four BothOp::kernel(const Tensor& x, bool square) {
+  Four out = meta(x, square);
   const auto& [data, scale, transposed, transposed_scale] = out;
-  run("quantize_both", x, Tensor(), false, {data, scale}, {transposed, transposed_scale});
+  run("quantize_both", x, Tensor(), {data, scale}, {transposed, transposed_scale, square});
   return out;
 }
 
-Two TransposeOp::meta(const Tensor& data, const Tensor& scale) {
+Two TransposeOp::meta(const Tensor& data, const Tensor& scale, bool square) {
   check_quantized_rows("transpose_quantized", "data", data, "scale", scale);
-  return empty_transposed(data);
+  return empty_transposed(data, square);
 }
 
-Two TransposeOp::kernel(const Tensor& data, const Tensor& scale) {
-  Two out = meta(data, scale);
+Two TransposeOp::kernel(const Tensor& data, const Tensor& scale, bool square) {
+  Two out = meta(data, scale, square);
+  const auto& [transposed, transposed_scale] = out;
   const Tensor blocks = scale.movedim(-1, 0).contiguous();  // no copy of scales of ours
-  run("transpose_quantized", data, blocks, false, Two(), out);
+  run("transpose_quantized", data, blocks, {}, {transposed, transposed_scale, square});
   return out;
 }
 
@@ -170,7 +180,8 @@ Four WeightOp::meta(const Tensor& weight) {
 Four WeightOp::kernel(const Tensor& weight) {
   Four out = meta(weight);
   const auto& [data, scale, transposed, transposed_scale] = out;
-  run("quantize_weight", weight, Tensor(), true, {data, scale}, {transposed, transposed_scale});
+  run("quantize_weight", weight, Tensor(), {data, scale, true},
+      {transposed, transposed_scale, true});
   return out;
 }
 
@@ -210,12 +221,13 @@ namespace torchkiln {
 std::tuple<at::Tensor, at::Tensor> quantize(const at::Tensor& x) {
   return call<quantize_ops::QuantizeOp>(x);
 }
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> quantize_both(const at::Tensor& x) {
-  return call<quantize_ops::BothOp>(x);
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> quantize_both(const at::Tensor& x,
+                                                                         bool square) {
+  return call<quantize_ops::BothOp>(x, square);
 }
 std::tuple<at::Tensor, at::Tensor> transpose_quantized(const at::Tensor& data,
-                                                       const at::Tensor& scale) {
-  return call<quantize_ops::TransposeOp>(data, scale);
+                                                       const at::Tensor& scale, bool square) {
+  return call<quantize_ops::TransposeOp>(data, scale, square);
 }
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> quantize_weight(
     const at::Tensor& weight) {

@@ -38,22 +38,26 @@ struct QuantizeOp {
 };
 
 /// QuantizeOp of x, and of x as a matrix [rows, columns] transposed: (data, scale, transposed,
-/// transposed_scale), one read of x.
+/// transposed_scale), one read of x. `square`: those of the transposed matrix are of squares.
 struct BothOp {
   static constexpr const char* kSchema =
-      "torchkiln::quantize_both(Tensor x) -> (Tensor, Tensor, Tensor, Tensor)";
-  static Four meta(const Tensor& x);
-  static Four kernel(const Tensor& x);
-  static Four recorded(const Below& below, const Tensor& x) { return below.call<BothOp>(x); }
-  static Four composite(const Tensor&) { refuse_transform("quantize_both"); }
+      "torchkiln::quantize_both(Tensor x, bool square=False) -> (Tensor, Tensor, Tensor, Tensor)";
+  static Four meta(const Tensor& x, bool square);
+  static Four kernel(const Tensor& x, bool square);
+  static Four recorded(const Below& below, const Tensor& x, bool square) {
+    return below.call<BothOp>(x, square);
+  }
+  static Four composite(const Tensor&, bool) { refuse_transform("quantize_both"); }
 };
 
-/// QuantizeOp of the transposed matrix, from its E4M3 data: the same numbers but for underflow.
+/// QuantizeOp of the transposed matrix, or with scales of squares, from its E4M3 data: the same
+/// numbers but for underflow.
 struct TransposeOp {
   static constexpr const char* kSchema =
-      "torchkiln::transpose_quantized(Tensor data, Tensor scale) -> (Tensor, Tensor)";
-  static Two meta(const Tensor& data, const Tensor& scale);
-  static Two kernel(const Tensor& data, const Tensor& scale);
+      "torchkiln::transpose_quantized(Tensor data, Tensor scale, bool square=False) -> "
+      "(Tensor, Tensor)";
+  static Two meta(const Tensor& data, const Tensor& scale, bool square);
+  static Two kernel(const Tensor& data, const Tensor& scale, bool square);
 };
 
 /// weight [n, k] with a scale for each 128 x 128 elements: (data, scale [n / 128, k / 128]), and
@@ -117,8 +121,9 @@ void check_source(const char* op, const char* name, const Tensor& x);
 /// Uninitialised E4M3 data of this shape, and scales of its rows.
 Two empty_quantized(c10::SymIntArrayRef shape, const Tensor& like);
 
-/// empty_quantized() for x, which has at least one dimension, as a transposed matrix.
-Two empty_transposed(const Tensor& x);
+/// The same for x, which has at least one dimension, as a transposed matrix. `square`: scales of
+/// squares.
+Two empty_transposed(const Tensor& x, bool square = false);
 
 /// The tensor that stands for a result that exists in E4M3 only: autograd gives it the gradient of
 /// that result. Its elements share one uninitialised element of memory.

@@ -114,7 +114,7 @@ template <class T, class Act>
 Status launch(const QuantizeGated& p, cudaStream_t stream) {
   if (p.grad == nullptr) return launch_rows_of<true>(FromGate<T, Act>(p), p.result, stream);
   if constexpr (sizeof(T) == 2) {
-    return launch_tiles_of<false, true, true>(FromGateGradient<T, Act>(p), p.result, stream);
+    return launch_tiles_of<Scales::rows, true, true>(FromGateGradient<T, Act>(p), p.result, stream);
   } else {
     return {"gradients in float32 have no kernel"};
   }

@@ -137,9 +137,12 @@ __device__ __forceinline__ void store_transposed(const Quantize& p, const Transp
   }
 }
 
-/// Stores a tile that the block's threads hold in patches. `square`: the tile has one scale. Else
-/// `rows` says whether the rows are wanted, too.
-template <bool square, bool rows, bool aligned, class T, class Shared>
+/// The elements that share a scale in the rows and in the transposed rows of a tile: 128 of a row,
+/// or all.
+enum class Scales { rows, turned_squares, squares };
+
+/// Stores a tile that the block's threads hold in patches. `rows`: the rows are wanted, too.
+template <Scales scales, bool rows, bool aligned, class T, class Shared>
 __device__ __forceinline__ void store_tile(const Quantize& p, Shared& shared, TransposedTile& tile,
                                            Patch<T, kSide>& patch, int64_t row_block, int64_t block,
                                            int inside) {
@@ -149,21 +152,23 @@ __device__ __forceinline__ void store_tile(const Quantize& p, Shared& shared, Tr
   auto most = patch.measure();
   Vec<Factor<T>, kSide> factors;
   uint32_t exponent;
-  if constexpr (square) {
+  if constexpr (scales == Scales::rows) {
+    factors = scale_columns<T>(p, shared, most.column, row_block, first_column);
+  } else {
     exponent = exponent_for(largest_of_tile<T>(shared, most.row));
 #pragma unroll
     for (int i = 0; i < kSide / 2; ++i)
       reinterpret_cast<Vec<Factor<T>, 2>*>(&factors)[i] = twice<T>(factor_word<T>(exponent));
     if (threadIdx.x == 0) {
-      store_square(p.scale, p.scale_stride, row_block, block, p.column_blocks(),
-                   scale_of(exponent));
+      const float scale = scale_of(exponent);
       store_square(p.transposed_scale, p.transposed_scale_stride, block, row_block, p.row_blocks(),
-                   scale_of(exponent));
+                   scale);
+      if constexpr (scales == Scales::squares)
+        store_square(p.scale, p.scale_stride, row_block, block, p.column_blocks(), scale);
     }
-  } else {
-    factors = scale_columns<T>(p, shared, most.column, row_block, first_column);
-    if constexpr (rows) exponent = exponent_for(largest_of_row<kLanes / 2>(most.row));
   }
+  if constexpr (rows && scales != Scales::squares)
+    exponent = exponent_for(largest_of_row<kLanes / 2>(most.row));
   if constexpr (rows) store_rows<aligned>(p, patch, exponent, row, column, inside);
 #pragma unroll
   for (int pair = 0; pair < kSide / 2; ++pair) {
@@ -210,7 +215,7 @@ __device__ __forceinline__ void compute_results(const Reader& reader, const Quan
 
 /// A reader with two results computes two tiles, which are half of the columns apart. `blocks`
 /// divides by the tiles of a row of one result.
-template <class Reader, bool square, bool rows, bool aligned>
+template <class Reader, Scales scales, bool rows, bool aligned>
 __global__ void __launch_bounds__(kThreads, Reader::kBlocksPerSm)
     quantize_tile(Quantize p, Reader reader, device::Divisor blocks) {
   using T = typename Reader::T;
@@ -226,7 +231,7 @@ __global__ void __launch_bounds__(kThreads, Reader::kBlocksPerSm)
   Patch<T, kSide> patch;
   if constexpr (kResults == 1) {
     patch.template load<aligned>(reader, p, row, column, inside);
-    store_tile<square, rows, aligned>(p, shared, shared.slot[0].tile(), patch, row_block, block,
+    store_tile<scales, rows, aligned>(p, shared, shared.slot[0].tile(), patch, row_block, block,
                                       inside);
   } else {
     compute_results<aligned>(reader, p, shared.slot, row, column, inside);
@@ -234,7 +239,7 @@ __global__ void __launch_bounds__(kThreads, Reader::kBlocksPerSm)
     for (int k = 0; k < kResults; ++k) {
 #pragma unroll
       for (int r = 0; r < kSide; ++r) patch.row[r] = shared.slot[k].row[r][threadIdx.x];
-      store_tile<square, rows, aligned>(p, shared, shared.slot[k].tile(), patch, row_block,
+      store_tile<scales, rows, aligned>(p, shared, shared.slot[k].tile(), patch, row_block,
                                         block + int64_t{k} * blocks.divisor(), inside);
     }
   }
@@ -245,13 +250,13 @@ template <class Reader>
 inline constexpr int kTileBytes =
     static_cast<int>(sizeof(Shared<typename Reader::T, Reader::kResults>));
 
-template <bool square, bool rows, bool aligned, class Reader>
+template <Scales scales, bool rows, bool aligned, class Reader>
 Status launch_tiles_of(const Reader& reader, const Quantize& p, cudaStream_t stream) {
   if (p.tiles() > device::kMaxGridX) return {"x has too many elements"};
   const int64_t blocks = p.column_blocks() / Reader::kResults;
   const device::Grid grid{dim3(static_cast<unsigned>(p.row_blocks() * blocks)), dim3(kThreads), 1,
                           kTileBytes<Reader>};
-  return device::launch_overlapped(&quantize_tile<Reader, square, rows, aligned>, grid, stream, p,
+  return device::launch_overlapped(&quantize_tile<Reader, scales, rows, aligned>, grid, stream, p,
                                    reader, device::Divisor(static_cast<uint32_t>(blocks)));
 }
 

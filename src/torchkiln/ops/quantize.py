@@ -67,19 +67,20 @@ def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.ops.torchkiln.quantize.default(x)
 
 
-def quantize_both(x: Tensor) -> tuple[Quantized, Quantized]:
+def quantize_both(x: Tensor, *, square: bool = False) -> tuple[Quantized, Quantized]:
     """Returns :func:`quantize` of ``x`` and of ``x.reshape(-1, k).T``, in one read of ``x``.
 
     Args:
         x: ``[..., k]``, as for :func:`quantize`.
+        square: the transposed matrix has a scale for each 128 x 128 elements, as a weight has.
     """
-    data, scale, transposed, transposed_scale = _quantize_both(x)
+    data, scale, transposed, transposed_scale = _quantize_both(x, square)
     return Quantized(data, scale, source_of(x)), Quantized(transposed, transposed_scale)
 
 
 @eager(_C.quantize_both)
-def _quantize_both(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return torch.ops.torchkiln.quantize_both.default(x)
+def _quantize_both(x: Tensor, square: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return torch.ops.torchkiln.quantize_both.default(x, square)
 
 
 def quantize_weight(weight: Tensor) -> QuantizedWeight:
@@ -98,7 +99,7 @@ def _quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return torch.ops.torchkiln.quantize_weight.default(weight)
 
 
-def transpose_quantized(x: Quantized) -> Quantized:
+def transpose_quantized(x: Quantized, *, square: bool = False) -> Quantized:
     """Returns the transposed matrix of ``x``, with a scale for each 128 elements of its rows.
 
     Scales are powers of two, so that numbers stay as they are. Only a number of less than
@@ -106,13 +107,14 @@ def transpose_quantized(x: Quantized) -> Quantized:
 
     Args:
         x: the result of :func:`quantize` for ``[..., k]``: one matrix ``[rows, k]``.
+        square: a scale for each 128 x 128 elements instead, as a weight has.
     """
-    return Quantized(*_transpose_quantized(x.data, x.scale))
+    return Quantized(*_transpose_quantized(x.data, x.scale, square))
 
 
 @eager(_C.transpose_quantized)
-def _transpose_quantized(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.ops.torchkiln.transpose_quantized.default(data, scale)
+def _transpose_quantized(data: Tensor, scale: Tensor, square: bool) -> tuple[Tensor, Tensor]:
+    return torch.ops.torchkiln.transpose_quantized.default(data, scale, square)
 
 
 def dequantize(x: Quantized | QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:

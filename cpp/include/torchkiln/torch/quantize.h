@@ -18,14 +18,17 @@ namespace torchkiln {
 TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor> quantize(const at::Tensor& x);
 
 /// quantize(), and quantize() of x as a matrix [rows, k] transposed, in one read of x: (data,
-/// scale, transposed, transposed_scale).
+/// scale, transposed, transposed_scale). `square`: the transposed matrix has a scale for each 128 x
+/// 128 elements, as a weight.
 TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> quantize_both(
-    const at::Tensor& x);
+    const at::Tensor& x, bool square = false);
 
-/// The transposed matrix with a scale for each 128 elements of its rows, from quantize(). The
-/// numbers stay as they are, unless they are below 2^-13 of the largest one with the same scale.
+/// The transposed matrix with a scale for each 128 elements of its rows or, if `square`, for each
+/// 128 x 128 elements, from quantize(). The numbers stay as they are, unless they are below 2^-13
+/// of the largest one with the same scale.
 TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor> transpose_quantized(const at::Tensor& data,
-                                                                        const at::Tensor& scale);
+                                                                        const at::Tensor& scale,
+                                                                        bool square = false);
 
 /// weight [n, k] with a scale for each 128 x 128 elements: (data, scale, transposed,
 /// transposed_scale).

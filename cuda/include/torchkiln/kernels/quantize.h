@@ -24,15 +24,16 @@ struct Quantize {
   int64_t rows;
   int64_t columns;
   int64_t stride;  // between the rows of x
-  bool square;     // one scale for 128 x 128 elements, else for 128 elements of a row of the result
 
   uint8_t* data;  // [rows, columns]; null: not wanted
   float* scale;   // [blocks of a row, rows], or [blocks of rows, scale_stride] for squares
   int64_t scale_stride;
+  bool square;  // one scale for 128 x 128 elements of data, else for 128 elements of a row
 
   uint8_t* transposed;      // [columns, rows]; null: not wanted
   float* transposed_scale;  // as `scale`, of the transposed matrix
   int64_t transposed_scale_stride;
+  bool transposed_square;  // always, if `square`
 
   TORCHKILN_FP8_INLINE int64_t row_blocks() const {
     return (rows + kScaledElements - 1) / kScaledElements;

@@ -74,7 +74,7 @@ class Exact(torch.autograd.Function):
         """Products of the gradient with the weight, and with the columns of x."""
         x, weight = ctx.saved_tensors
         part = ctx.part
-        columns = part(rounded(x.T.contiguous(), 1))
+        columns = part(rounded(x.T.contiguous(), BLOCK))
         passed = part(rounded(grad.T.contiguous(), 1))
         return part(rounded(grad, 1)) @ part(rounded(weight, BLOCK)), passed @ columns.T, None
 
