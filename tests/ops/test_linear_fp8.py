@@ -22,6 +22,9 @@ def has_product() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
+NEEDS_PRODUCT = pytest.mark.skipif(
+    not has_product(), reason="needs a GPU of compute capability 9.0"
+)
 DEVICES = ("cpu", *(["cuda"] if has_product() else []))
 # Tokens, input and output features: multiples of 128 and of 16, and sizes that are padded.
 SIZES = ((256, 384, 128), (48, 160, 272), (33, 130, 65), (1, 7, 3))
@@ -103,6 +106,35 @@ def test_leading_dimensions(device: str) -> None:
     for one, two in zip(first, second, strict=True):
         assert torch.equal(one, two.view_as(one))
     assert torch.equal(linear_fp8(x[0], weight, bias), linear_fp8(x[:1], weight, bias)[0])
+
+
+def shifted(tensor: Tensor, elements: int) -> Tensor:
+    """A copy of the tensor and of the zeros behind it that begins at this element of its memory."""
+    size = tensor.untyped_storage().nbytes() // tensor.itemsize + elements
+    memory = torch.zeros(size, dtype=tensor.dtype, device=tensor.device)
+    return memory.as_strided(tensor.shape, tensor.stride(), elements).copy_(tensor.detach())
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, NEEDS_PRODUCT])]
+)
+@pytest.mark.parametrize("elements", [1, 2, 4, 8])
+def test_operands_may_begin_anywhere(elements: int, device: str) -> None:
+    """Data, scales and bias, of rows and of both orders of the weight."""
+    x, weight, bias, grad = operands((48, 256, 128), torch.bfloat16, device)
+    rows, prepared = quantize(x), quantize_weight(weight)
+    y = linear_fp8(rows, weight, bias, quantized=prepared)
+    expected = torch.autograd.grad(y, (x, weight, bias), grad)
+
+    rows = rows._replace(data=shifted(rows.data, elements), scale=shifted(rows.scale, elements))
+    prepared = torchkiln.QuantizedWeight(*(shifted(part, elements) for part in prepared))
+    bias = shifted(bias, elements).requires_grad_()
+    z = linear_fp8(rows, weight, bias, quantized=prepared)
+    assert z.dtype == torch.bfloat16
+    assert torch.equal(z, y)
+    found = torch.autograd.grad(z, (x, weight, bias), grad)
+    for one, two in zip(found, expected, strict=True):
+        assert torch.equal(one, two)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -376,7 +408,7 @@ def test_checkpointed() -> None:
         assert torch.equal(one, two)
 
 
-@pytest.mark.skipif(not has_product(), reason="needs a GPU of compute capability 9.0")
+@NEEDS_PRODUCT
 def test_graph_capture_quantises_the_weight_in_the_graph() -> None:
     found = layer(256, 128, device="cuda")
     x = torch.randn(32, 256, device="cuda")

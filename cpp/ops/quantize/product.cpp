@@ -12,9 +12,18 @@
 namespace torchkiln::quantize_ops {
 namespace {
 
-constexpr int64_t kStep = 16;  // sizes of the operands of torch's product are multiples of it
+constexpr int64_t kStep = 16;   // sizes of the operands of torch's product are multiples of it
+constexpr int64_t kBytes = 16;  // their addresses are multiples of it
 
 int64_t whole_steps(int64_t size) { return (size + kStep - 1) / kStep * kStep; }
+
+/// The operand, or a copy if it does not begin at a multiple of 16 bytes: cuBLASLt has no FP8
+/// product for such a matrix, scale or bias, and a view may begin at any element.
+Tensor aligned(const char* name, const Tensor& operand) {
+  if (reinterpret_cast<uintptr_t>(operand.const_data_ptr()) % kBytes == 0) return operand;
+  trace::note("copied: ", name, " does not begin at a multiple of ", kBytes, " bytes");
+  return operand.clone();
+}
 
 /// The matrix with zeros in added rows and columns. torch pads bytes, not E4M3.
 Tensor padded(const Tensor& matrix, int64_t rows, int64_t columns) {
@@ -69,10 +78,14 @@ Tensor on_gpu(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Ten
   const bool adds = bias && dtype != at::kFloat;  // in the product; torch refuses it in float32
   MaybeTensor shift = adds ? bias : std::nullopt;
   if (adds && columns != b.size(0)) shift = at::constant_pad_nd(*bias, {0, columns - b.size(0)});
-  const Tensor right_scale = square ? square_scales(b_scale) : row_scales(b_scale, columns);
+  if (shift) shift = aligned("bias", *shift);
+  const Tensor left = aligned("a", padded(a, rows, inner));
+  const Tensor right = aligned("b", padded(b, columns, inner));
+  const Tensor left_scale = aligned("a_scale", row_scales(a_scale, rows));
+  const Tensor right_scale =
+      aligned("b_scale", square ? square_scales(b_scale) : row_scales(b_scale, columns));
   Tensor out = at::_scaled_mm_v2(
-      padded(a, rows, inner), padded(b, columns, inner).t(), {row_scales(a_scale, rows)},
-      {recipe(ScalingType::BlockWise1x128)}, {}, {right_scale},
+      left, right.t(), {left_scale}, {recipe(ScalingType::BlockWise1x128)}, {}, {right_scale},
       {recipe(square ? ScalingType::BlockWise128x128 : ScalingType::BlockWise1x128)}, {}, shift,
       dtype);
   if (rows != a.size(0) || columns != b.size(0))

@@ -8,6 +8,7 @@ import sys
 import threading
 import warnings
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,7 @@ WARM_UP = 100
 CALLS = 250
 THREADS = 4
 ROUNDS = 5
+C_LIBRARY = "bytes of the C library"
 
 
 @contextmanager
@@ -89,31 +91,54 @@ def in_use(device: torch.device) -> dict[str, int]:
     if mallinfo is not None:
         mallinfo.restype = MallocInfo
         info = mallinfo()
-        found["bytes of the C library"] = info.uordblks + info.hblkhd
+        found[C_LIBRARY] = info.uordblks + info.hblkhd
     if device.type == "cuda":
         found[f"bytes on {device}"] = allocated_bytes(device)
     return found
 
 
-ALLOWED = {"Python objects": 0.5, "bytes of the C library": 16.0}
+ALLOWED = {"Python objects": 0.5, C_LIBRARY: 16.0}
 """Growth per call that is no leak: half of an object, or of the smallest block of malloc()."""
 TRIES = (1, 4, 12, 36)
 """Multiples of CALLS. A leak grows with the calls in all tries, a cache does not."""
 
 
+def growth(work: Callable[[], object], calls: int, device: torch.device) -> dict[str, int]:
+    """Objects and bytes that calls of a function leave allocated, by kind."""
+    before = in_use(device)
+    for _ in range(calls):
+        work()
+    return {kind: count - before[kind] for kind, count in in_use(device).items()}
+
+
+def torch_keeps_bytes(device: torch.device) -> bool:
+    """Whether each call of torch's own op leaves bytes of the C library allocated.
+
+    Once a process has captured a CUDA graph, each launch of any kernel does: 32 bytes on an H200
+    with CUDA 13.0. The number of calls is that of the longest try, in which no cache counts.
+    """
+    x, calls = torch.ones(1, device=device), CALLS * TRIES[-1]
+    one_kernel = partial(torch.add, x, 1)
+    growth(one_kernel, WARM_UP, device)
+    return growth(one_kernel, calls, device)[C_LIBRARY] > calls * ALLOWED[C_LIBRARY]
+
+
 @check()
 def no_memory_growth(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Memory does not grow with the number of calls: up to four tries of 250 to 9,000 of them."""
+    """Memory does not grow with the number of calls: up to four tries of 250 to 9,000 of them.
+
+    The C library's does not count in a process where torch's ops keep some of it for each launch.
+    """
     sample = spec.typical(device, dtype)
+    work = partial(forward_and_backward, spec, sample)
     for _ in range(WARM_UP):
-        forward_and_backward(spec, sample)
+        work()
     leaking = {*in_use(device)}
     for calls in (CALLS * times for times in TRIES):
-        before = in_use(device)
-        for _ in range(calls):
-            forward_and_backward(spec, sample)
-        grown = {kind: count - before[kind] for kind, count in in_use(device).items()}
+        grown = growth(work, calls, device)
         leaking = {kind for kind in leaking if grown[kind] > calls * ALLOWED.get(kind, 0)}
+        if C_LIBRARY in leaking and torch_keeps_bytes(device):
+            leaking.remove(C_LIBRARY)
         if not leaking:
             return
     kept = ", ".join(f"{grown[kind]} {kind}" for kind in sorted(leaking))
