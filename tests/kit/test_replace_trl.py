@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import torchkiln
+from torchkiln.patch.formula.recorder import OpNames
 
 pytestmark = [
     pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed"),
@@ -52,3 +53,24 @@ def test_helpers_of_trl_become_the_op(dtype: torch.dtype) -> None:
         assert one.dtype == other.dtype
         atol = close * float(other.abs().max())
         torch.testing.assert_close(one, other, rtol=0.0, atol=atol)
+
+
+@pytest.mark.parametrize("name", ["ORPO", "CPO"])
+def test_a_trainer_calls_the_op(name: str) -> None:
+    """The module of the trainer imports the helper by name."""
+    module = pytest.importorskip(f"trl.experimental.{name.lower()}.{name.lower()}_trainer")
+    sums = getattr(module, f"{name}Trainer").get_batch_logps
+    logits, labels = torch.randn(2, 7, 50, requires_grad=True), torch.randint(50, (2, 7))
+    labels[:, :3] = -100
+    results, called = [], []
+    for is_replaced in (False, True):
+        report = torchkiln.replace(module, dry_run=not is_replaced)
+        try:
+            with OpNames() as seen:
+                found = sums(logits, labels)
+        finally:
+            report.undo()
+        called.append("_logprob_forward" in seen.names)
+        results.append((found.detach(), *torch.autograd.grad(found.sum(), logits)))
+    assert called == [False, True]
+    torch.testing.assert_close(*results)

@@ -305,6 +305,21 @@ both((2, 5), even, rows=torch.zeros(10, dtype=bool).index_fill(0, rows, True).vi
 both((2, 5), even, entropy=True, spread=True, rows=rows)
 both((2, 5), even, entropy=True, rows=rows[:0])
 
+# One gather in forward; in backward one sum, of the gradients of x.
+from torch.distributed.tensor.debug import CommDebugMode
+
+logits, target = normal(9, 8).requires_grad_(), torch.arange(9)
+x, weight = normal(9, 6).requires_grad_(), normal(8, 6).requires_grad_()
+for call, expected in (
+    (lambda: vocab_parallel_logprob(logits, target, entropy=True), [1, 0]),
+    (lambda: vocab_parallel_linear_logprob(x, weight, target, entropy=True), [1, 1]),
+):
+    with CommDebugMode() as forward:
+        logp, entropy = call()
+    with CommDebugMode() as backward:
+        (logp + entropy).sum().backward()
+    assert [forward.get_total_counts(), backward.get_total_counts()] == expected
+
 refused = [
     (lambda: vocab_parallel_logprob(normal(3, 8), torch.arange(2)), "a class, counted over all"),
     (lambda: vocab_parallel_logprob(normal(3, 8), torch.arange(3), temperature=0.0), "temperature"),

@@ -147,8 +147,13 @@ def test_sums_of_many_chunks_are_float32(device: torch.device, dtype: torch.dtyp
 
 
 def test_a_gradient_scale_reaches_small_numbers(device: torch.device) -> None:
-    """The gradients are kept before the division by the rows, so float16 does not lose them."""
+    """The gradients are kept before the division by the rows, so float16 does not lose them.
+
+    Those of x are at most 1e-2, and 3e-6 after the division: float16 has steps of 6e-8 there.
+    """
     x, weight, target, _ = layer(device, torch.float16, 4000, classes=50)
+    with torch.no_grad():
+        weight *= 2.0**-8
     loss = torchkiln.linear_cross_entropy(x, weight, target, loss_dtype=torch.float32)
     found = torch.autograd.grad(loss * 2.0**16, (x, weight))
     wide = exact(x, weight, target)
@@ -256,6 +261,14 @@ def test_a_float32_bias(device: torch.device, dtype: torch.dtype) -> None:
     torch.testing.assert_close(loss.double(), expected, rtol=2 * eps, atol=0)
     (truth,) = torch.autograd.grad(expected, wide[3])
     torch.testing.assert_close(found.double(), truth, rtol=eps, atol=eps * float(truth.abs().max()))
+    with torch.no_grad():  # half precision has steps of 0.125 or 1 at the bias, which cancels
+        x.fill_(1)
+        weight.fill_(32)
+        bias -= 256
+    options: dict[str, Any] = {"reduction": "none"}
+    loss = torchkiln.linear_cross_entropy(x, weight, target, linear_bias=bias, **options)
+    expected = F.cross_entropy((bias.detach().double() + 256).expand(33, 13), target, **options)
+    torch.testing.assert_close(loss.double(), expected, rtol=2 * eps, atol=0)
 
 
 @every_dtype

@@ -32,6 +32,18 @@ def gradient(results: Any, inputs: Any, factors: Any) -> tuple[Tensor, ...]:
     return torch.autograd.grad([y for y, _ in chosen], inputs, [g for _, g in chosen])
 
 
+def logits_of(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The logits of a bfloat16 layer in another dtype.
+
+    On a GPU float32 logits are those of tensor cores, whose sums have larger errors.
+    """
+    z = F.linear(x.to(dtype), weight.to(dtype))
+    if z.is_cuda and dtype == torch.float32:
+        with torch.no_grad():
+            z.copy_(torch.mm(x.bfloat16(), weight.T, out_dtype=dtype))
+    return z
+
+
 @pytest.mark.parametrize("used", ["both", "logp", "entropy"])
 @pytest.mark.parametrize("order", ["random", "ascending", "descending", "far apart"])
 def test_gradients_of_each_result(order: str, used: str, device: torch.device) -> None:
@@ -262,6 +274,30 @@ def test_the_dtype_of_the_logits(softcap: float | None, device: torch.device) ->
         assert found[0].dtype == torch.float32
     assert errors[0] < 1e-4
     assert 1e-3 < errors[1] < 0.2
+
+
+def test_errors_of_half_precision(device: torch.device) -> None:
+    """At most twice those of torch in float32 on the same inputs, from float64."""
+    x = torch.randn(96, 256, device=device).bfloat16()
+    weight = (torch.randn(3001, 256, device=device) / 8).bfloat16()
+    target = torch.randint(3001, (96,), device=device)
+    factors = torch.randn(2, 96, device=device)
+
+    def results(dtype: torch.dtype) -> list[Tensor]:
+        leaf = x.to(dtype, copy=True).requires_grad_()
+        if dtype == torch.bfloat16:
+            found: Any = torchkiln.linear_logprob(leaf, weight, target, entropy=True)
+        else:
+            found = formula(logits_of(leaf, weight, dtype), target)
+        grads = gradient(found, [leaf], factors.to(found[0].dtype))
+        return [y.detach().double() for y in (*found, *grads)]
+
+    exact, torchs, ours = map(results, (torch.float64, torch.float32, torch.bfloat16))
+    for one, other, truth in zip(ours[:2], torchs[:2], exact[:2], strict=True):
+        assert (one - truth).abs().max() <= 2 * (other - truth).abs().max()
+    # Torch's gradient of bfloat16 inputs is its float32 gradient, rounded.
+    rounded = torchs[2].bfloat16().double()
+    assert (ours[2] - exact[2]).norm() <= 2 * (rounded - exact[2]).norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
