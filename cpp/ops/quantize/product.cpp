@@ -78,7 +78,7 @@ Tensor on_gpu(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Ten
   const bool adds = bias && dtype != at::kFloat;  // in the product; torch refuses it in float32
   MaybeTensor shift = adds ? bias : std::nullopt;
   if (adds && columns != b.size(0)) shift = at::constant_pad_nd(*bias, {0, columns - b.size(0)});
-  if (shift) shift = aligned("bias", *shift);
+  if (shift) shift = aligned("bias", shift->contiguous());  // torch reads it as such
   const Tensor left = aligned("a", padded(a, rows, inner));
   const Tensor right = aligned("b", padded(b, columns, inner));
   const Tensor left_scale = aligned("a_scale", row_scales(a_scale, rows));
