@@ -3,6 +3,8 @@
 // block computes both gradients of a tile from one read; in float32 they would fill the shared
 // memory.
 
+#include <cuda_pipeline_primitives.h>
+
 #include "rows.cuh"
 #include "tiles.cuh"
 #include "torchkiln/core/functors.h"
@@ -23,6 +25,12 @@ struct Rows {
   __device__ __forceinline__ Words<T> load(int64_t first_row, int r, int64_t column,
                                            bool wanted) const {
     return load_if(wanted, data + first_row * stride + column + r * stride);
+  }
+  /// Copies that vector, which exists in any case, to shared memory, asynchronously.
+  __device__ __forceinline__ void copy(int64_t first_row, int r, int64_t column, bool wanted,
+                                       Vec<T, kSide>& to) const {
+    __pipeline_memcpy_async(&to, data + first_row * stride + column + r * stride, sizeof(to),
+                            wanted ? 0 : sizeof(to));
   }
 };
 
@@ -76,9 +84,9 @@ struct FromGate : FromOperands<T, 2> {
   }
 };
 
-template <class T, class Act>
-struct FromGateGradient : FromOperands<T, 3> {
-  using typename FromOperands<T, 3>::Loaded;
+template <class T_, class Act>
+struct FromGateGradient {
+  using T = T_;
   static constexpr int kResults = 2;
   static constexpr int kBlocksPerSm = 3;
   Rows<T> grad, gate, up;
@@ -86,19 +94,22 @@ struct FromGateGradient : FromOperands<T, 3> {
   explicit FromGateGradient(const QuantizeGated& p)
       : grad(p.grad, p.grad_stride), gate(p.gate, p.gate_stride), up(p.up, p.up_stride) {}
 
-  template <bool aligned>
-  __device__ __forceinline__ Loaded load(const Quantize&, int64_t first_row, int r, int64_t column,
-                                         bool inside) const {
-    static_assert(aligned, "whole vectors");
-    return {{grad.load(first_row, r, column, inside), gate.load(first_row, r, column, inside),
-             up.load(first_row, r, column, inside)}};
+  /// The operand that a thread holds.
+  __device__ __forceinline__ Words<T> load(int64_t first_row, int r, int64_t column,
+                                           bool inside) const {
+    return grad.load(first_row, r, column, inside);
   }
-  __device__ __forceinline__ void finish(const Loaded& loaded,
+  /// Copies the operand that waits in the memory of result k.
+  __device__ __forceinline__ void copy(int k, int64_t first_row, int r, int64_t column, bool inside,
+                                       Vec<T, kSide>& to) const {
+    (k == 0 ? gate : up).copy(first_row, r, column, inside, to);
+  }
+  __device__ __forceinline__ void finish(const Vec<T, kSide>& held,
                                          Vec<T, kSide> (&results)[kResults]) const {
     float grads[kSide], gates[kSide], ups[kSide];
-    device::widen(loaded.operand[0].vector(), grads);
-    device::widen(loaded.operand[1].vector(), gates);
-    device::widen(loaded.operand[2].vector(), ups);
+    device::widen(held, grads);
+    device::widen(results[0], gates);
+    device::widen(results[1], ups);
     const GatedGradient<Act, MathFor<T>> gradient;
 #pragma unroll
     for (int i = 0; i < kSide; i += 2) {

@@ -4,6 +4,8 @@
 // through shared memory. The blocks that share a scale are 128 elements of a row of each result, or
 // the tile.
 
+#include <cuda_pipeline_primitives.h>
+
 #include "patch.cuh"
 
 namespace torchkiln::fp8 {
@@ -190,25 +192,41 @@ __device__ __forceinline__ void store_tile(const Quantize& p, Shared& shared, Tr
   store_transposed<aligned>(p, tile, first_row, first_column);
 }
 
-/// Computes a patch of each result. A loop, not unrolled: the compiler would evaluate so many
-/// elements at once that it spills.
-template <bool aligned, class Reader, class T, int kResults>
-__device__ __forceinline__ void compute_results(const Reader& reader, const Quantize& p,
+/// Computes a patch of each result. All operands are requested at first: those that are not held in
+/// registers are copied to where the results will be. Then a loop, not unrolled: the compiler would
+/// evaluate so many elements at once that it spills.
+template <class Reader, class T, int kResults>
+__device__ __forceinline__ void compute_results(const Reader& reader,
                                                 Slot<T, kResults> (&slot)[kResults], int64_t row,
-                                                int64_t column, int inside) {
-  constexpr int kStep = Reader::kRowsAtOnce;
+                                                int64_t column, int rows_inside) {
+  constexpr int kStep = kSide / 2;
+  const bool inside = rows_inside != 0;  // kSide rows, or none
+  if (!inside) row = 0;
+  Words<T> held[kSide];
+#pragma unroll
+  for (int r = 0; r < kSide; ++r) {
+#pragma unroll
+    for (int k = 0; k < kResults; ++k)
+      reader.copy(k, row, r, column, inside, slot[k].row[r][threadIdx.x]);
+    held[r] = reader.load(row, r, column, inside);
+    if (r % kStep == kStep - 1) __pipeline_commit();
+  }
 #pragma unroll 1
   for (int first = 0; first < kSide; first += kStep) {
-    typename Reader::Loaded loaded[kStep];
-#pragma unroll
-    for (int i = 0; i < kStep; ++i)
-      loaded[i] = reader.template load<aligned>(p, row + first, i, column, first + i < inside);
+    if (first == 0) {
+      __pipeline_wait_prior(1);
+    } else {
+      __pipeline_wait_prior(0);
+    }
 #pragma unroll
     for (int i = 0; i < kStep; ++i) {
       Vec<T, kSide> results[kResults];
-      reader.finish(loaded[i], results);
+#pragma unroll
+      for (int k = 0; k < kResults; ++k) results[k] = slot[k].row[first + i][threadIdx.x];
+      reader.finish(held[i].vector(), results);
 #pragma unroll
       for (int k = 0; k < kResults; ++k) slot[k].row[first + i][threadIdx.x] = results[k];
+      held[i] = held[i + kStep];
     }
   }
 }
@@ -234,7 +252,7 @@ __global__ void __launch_bounds__(kThreads, Reader::kBlocksPerSm)
     store_tile<scales, rows, aligned>(p, shared, shared.slot[0].tile(), patch, row_block, block,
                                       inside);
   } else {
-    compute_results<aligned>(reader, p, shared.slot, row, column, inside);
+    compute_results(reader, shared.slot, row, column, inside);
 #pragma unroll 1
     for (int k = 0; k < kResults; ++k) {
 #pragma unroll
