@@ -24,6 +24,7 @@ SHARED = {
         "_conv_routes",
         "_flops",
         "_folding",
+        "_messages",
         "_on_import",
         "_pair_fp8",
         "_pool",

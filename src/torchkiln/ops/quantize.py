@@ -67,7 +67,7 @@ def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.ops.torchkiln.quantize.default(x)
 
 
-def quantize_both(x: Tensor, *, square: bool = False) -> tuple[Quantized, Quantized]:
+def quantize_both(x: Tensor, square: bool = False) -> tuple[Quantized, Quantized]:
     """Returns :func:`quantize` of ``x`` and of ``x.reshape(-1, k).T``, in one read of ``x``.
 
     Args:
@@ -99,7 +99,7 @@ def _quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return torch.ops.torchkiln.quantize_weight.default(weight)
 
 
-def transpose_quantized(x: Quantized, *, square: bool = False) -> Quantized:
+def transpose_quantized(x: Quantized, square: bool = False) -> Quantized:
     """Returns the transposed matrix of ``x``, with a scale for each 128 elements of its rows.
 
     Scales are powers of two, so that numbers stay as they are. Only a number of less than
