@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +26,36 @@ BATCH_NORMS = {
     "local": "local batch norms",
 }
 
-PARALLEL, FP8 = "h200_parallel.jsonl", "h200_fp8.jsonl"
+PARALLEL, FOUR, FP8 = "h200_parallel.jsonl", "h200_four.jsonl", "h200_fp8.jsonl"
 COLUMNS = {
     ("llama", "eager"): "eager, bfloat16",
     ("llama", "compile"): "`torch.compile`, bfloat16",
     ("llama", "replace"): "`replace(model)`",
     ("llama", "fp8"): '`replace(model, precision="fp8")`',
     ("llama", "fp8 head"): '`replace(model, precision="fp8", head="fp8")`',
+    ("llama", "fp8 fused head"): '`replace(model, precision="fp8", head=True)`',
     ("llama", "torchao tensorwise"): "torchao's FP8 (tensorwise), `torch.compile`",
+    ("llama", "torchao rowwise"): "torchao's FP8 (rowwise), `torch.compile`",
     ("blocks", "eager"): "`nn.TransformerBlock`, eager, bfloat16",
     ("blocks", "fp8"): '`nn.TransformerBlock(precision="fp8")`, eager',
     ("blocks", "fp8 head"): "the same, and the head in FP8",
 }
 """Models and columns of docs/model_times.py."""
+SHORT = [
+    key
+    for key in COLUMNS
+    if key[0] == "llama" and key[1] not in ("fp8 fused head", "torchao rowwise")
+]
+"""Those of README.md."""
+MODULES = {
+    "torch": "torch",
+    "torchkiln": "torchkiln",
+    "blocks": "`nn.TransformerBlock`",
+    "fp8": '`replace(model, precision="fp8")`',
+}
 
 Row = dict[str, Any]
+Column = tuple[str, str]
 
 
 def rows(file: str, **facts: Any) -> list[Row]:
@@ -68,11 +83,12 @@ def llama_line(engine: str, scaling: str, processes: int) -> str:
 def resnet_line(kind: str) -> str:
     """A line of the ResNet-50: times on two and four GPUs."""
     facts: Row = {"task": "resnet", "batch norms": kind}
-    found = [rows(PARALLEL, processes=n, **facts) for n in (2, 4)]
-    cells = [
-        " and ".join(f"{t['seconds'] * 1e3:.1f}" for t in turns if not t.get("graph")) + " ms"
-        for turns in found
-    ]
+    two, four = (rows(PARALLEL, processes=n, **facts) for n in (2, 4))
+    kinds = two, *([t for t in four if t["graph"] is graph] for graph in (False, True))
+    cells = [" and ".join(f"{t['seconds'] * 1e3:.1f}" for t in turns) + " ms" for turns in kinds]
+    layer = rows(PARALLEL, task="layer", **{"batch norms": kind})
+    host = [min(t[f"{way}_seconds"] for t in layer) * 1e6 for way in ("forward", "backward")]
+    cells.append(" + ".join(f"{microseconds:.0f}" for microseconds in host) + " us")
     return f"| {BATCH_NORMS[kind]} | {' | '.join(cells)} |"
 
 
@@ -89,31 +105,44 @@ def engines() -> Iterator[str]:
 
 def batch_norms() -> Iterator[str]:
     """The ResNet-50 on several GPUs."""
-    yield "| batch norms | 2 GPUs, both turns | 4 GPUs, both turns |"
-    yield "|---|---|---|"
+    yield "| batch norms | 2 GPUs, both turns | 4 GPUs | 4 GPUs, CUDA graph | host, a layer |"
+    yield "|---|---|---|---|---|"
     yield from map(resnet_line, BATCH_NORMS)
 
 
-def steps(models: tuple[str, ...]) -> Iterator[tuple[str, Row, str, str]]:
+def four() -> Iterator[str]:
+    """The language model on four GPUs by its modules, in two runs."""
+    yield "| run | parallelism | modules | step | peak memory |"
+    yield "|---|---|---|---:|---:|"
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows(FOUR):
+        key = row["environment"]["commit"][:7], row["engine"], row["modules"]
+        groups.setdefault(key, []).append(row)
+    for (commit, engine, modules), turns in groups.items():
+        peak = max(turn["peak_bytes"] for turn in turns) / 2**30
+        words = commit, ENGINES[engine], MODULES[modules]
+        yield f"| {' | '.join(words)} | {milliseconds(turns):.1f} ms | {peak:.1f} GiB |"
+
+
+def steps(columns: Iterable[Column]) -> Iterator[tuple[str, Row, str, str]]:
     """Titles and rows of training steps in bfloat16 and in FP8, with step time and peak memory."""
-    for (model, column), title in COLUMNS.items():
-        if model in models:
-            (row,) = rows(FP8, model=model, column=column)
-            time, peak = f"{row['seconds'] * 1e3:.1f} ms", f"{row['peak_bytes'] / 2**30:.1f} GiB"
-            yield title, row, time, peak
+    for model, column in columns:
+        (row,) = rows(FP8, model=model, column=column)
+        time, peak = f"{row['seconds'] * 1e3:.1f} ms", f"{row['peak_bytes'] / 2**30:.1f} GiB"
+        yield COLUMNS[model, column], row, time, peak
 
 
-def fp8(models: tuple[str, ...]) -> Iterator[str]:
+def fp8(columns: Iterable[Column]) -> Iterator[str]:
     """A table of these steps."""
     yield "| | step | peak memory | start-up |"
     yield "|---|---:|---:|---:|"
-    for title, row, time, peak in steps(models):
+    for title, row, time, peak in steps(columns):
         yield f"| {title} | {time} | {peak} | {row['start_seconds']:.1f} s |"
 
 
 def picture() -> str:
     """The steps of the Llama as bars, an SVG for README.md."""
-    found = list(steps(("llama",)))
+    found = list(steps(SHORT))
     drawing = Drawing("Training steps of 4 layers of Llama 3 8B on one H200", 28 * len(found) + 24)
     longest = max(row["seconds"] for _, row, _, _ in found)
     for index, (title, row, time, peak) in enumerate(found):
@@ -128,8 +157,9 @@ def picture() -> str:
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "engines": engines,
     "batch_norms": batch_norms,
-    "fp8": lambda: fp8(("llama", "blocks")),
-    "llama": lambda: fp8(("llama",)),
+    "four": four,
+    "fp8": lambda: fp8(COLUMNS),
+    "llama": lambda: fp8(SHORT),
 }
 
 
