@@ -293,7 +293,7 @@ def test_weights_of_a_block_are_quantised_once(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_outlier_spoils_its_own_blocks_only(device: str) -> None:
-    """One value of 1e4 in a token: in forward its row, in backward its 128 tokens of a column."""
+    """One value of 1e4 in a token: in forward its row, in backward 128 tokens of 128 features."""
     x = torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(0)).to(device)
     up, down = (
         normal(*shape, seed=2, dtype=torch.float32).detach().to(device).requires_grad_()

@@ -126,6 +126,8 @@ def test_operands_may_begin_anywhere(elements: int, device: str) -> None:
     y = linear_fp8(rows, weight, bias, quantized=prepared)
     expected = torch.autograd.grad(y, (x, weight, bias), grad)
 
+    apart = torch.stack([bias, bias], 1).detach()[:, 0].requires_grad_()  # every second element
+    assert torch.equal(linear_fp8(rows, weight, apart, quantized=prepared), y)
     rows = rows._replace(data=shifted(rows.data, elements), scale=shifted(rows.scale, elements))
     prepared = torchkiln.QuantizedWeight(*(shifted(part, elements) for part in prepared))
     bias = shifted(bias, elements).requires_grad_()
@@ -135,6 +137,30 @@ def test_operands_may_begin_anywhere(elements: int, device: str) -> None:
     found = torch.autograd.grad(z, (x, weight, bias), grad)
     for one, two in zip(found, expected, strict=True):
         assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_gradient_of_a_weight_reads_squares(*, shared: bool, device: str) -> None:
+    """Features so far apart that blocks of 1 x 128 and squares have other numbers."""
+    x, weight, _, grad = operands((256, 384, 128), torch.float32, device)
+    apart = 2.0 ** -(torch.arange(384, device=device) % 20)
+    x = (x.detach() * apart).requires_grad_()
+    given = quantize(x) if shared else x
+    (found,) = torch.autograd.grad(linear_fp8(given, weight), weight, grad)
+    own = torchkiln.transpose_quantized(quantize(x.detach())) if shared else quantize_both(x)[1]
+    square = (
+        torchkiln.transpose_quantized(quantize(x.detach()), square=True)
+        if shared
+        else quantize_both(x.detach(), square=True)[1]
+    )
+    left = columns(grad).T
+    own_values, values_of_squares = (torchkiln.dequantize(q, torch.float64) for q in (own, square))
+    assert not torch.equal(own_values, values_of_squares)
+    small = apart < 2.0**-17  # rounded again
+    expected, other = (left @ v[small].T for v in (values_of_squares, own_values))
+    error = (found[:, small].double() - expected).norm()
+    assert error < 0.1 * (other - expected).norm()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -215,18 +215,25 @@ def test_fake_and_meta_tensors_have_the_layout_of_real_ones() -> None:
     ops = torch.ops.torchkiln
     data, scale = ops.quantize(x)
     torch.library.opcheck(ops.quantize.default, (x,))
-    torch.library.opcheck(ops.quantize_both.default, (x,))
+    for square in (False, True):
+        torch.library.opcheck(ops.quantize_both.default, (x, square))
+        for real, meta in zip(
+            ops.quantize_both(x, square), ops.quantize_both(x.to("meta"), square), strict=True
+        ):
+            assert real.stride() == meta.stride()
     torch.library.opcheck(ops.quantize_weight.default, (x[0],))
     # Not the check of the schema, which multiplies arguments: torch has no product of E4M3.
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     for other in (ops.transpose_quantized.default, ops.dequantize.default):
         torch.library.opcheck(other, (data, scale), test_utils=tests)
+    torch.library.opcheck(ops.transpose_quantized.default, (data, scale, True), test_utils=tests)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(dynamic: bool) -> None:
+@pytest.mark.parametrize("square", [False, True])
+def test_compiled(*, square: bool, dynamic: bool) -> None:
     def both(x: Tensor) -> tuple[Tensor, ...]:
-        rows, transposed = torchkiln.quantize_both(x.sin())
+        rows, transposed = torchkiln.quantize_both(x.sin(), square)
         return rows.data, rows.scale, torchkiln.dequantize(transposed)
 
     compiled = torch.compile(both, backend="aot_eager", fullgraph=True, dynamic=dynamic)

@@ -1,7 +1,7 @@
 // linear_fp8 and gated_linear_fp8: a product of E4M3 tensors with three quantisations around it.
 // The gradients are those of the quantised product with respect to its dequantised operands, passed
-// straight through the rounding. Backward keeps x in E4M3: transposed, if forward quantises x, so
-// that x is read once; else as given, and backward transposes it.
+// straight through the rounding. Backward keeps x in E4M3: transposed, in squares, if forward
+// quantises x, so that x is read once; else as given, and backward transposes it.
 
 #include "quantize/quantize.h"
 #include "torchkiln/torch/empty.h"

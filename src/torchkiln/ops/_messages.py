@@ -1,8 +1,8 @@
 """Short messages of TorchInductor about the ops of torchkiln, set when its module is imported.
 
 torch 2.11 prints the arguments of each op that it meets first, in the text of a message that nobody
-logs. An argument prints the ops that it comes from, again for each use: a model whose residual
-passes through our ops takes twice as long to compile for each norm or layer before its loss.
+logs. An argument prints the ops that it comes from, again for each use: the time to compile a model
+whose residual passes through our ops doubles with each layer.
 """
 
 from types import ModuleType

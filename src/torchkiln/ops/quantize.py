@@ -12,7 +12,12 @@ from torchkiln.ops.eager import eager
 
 
 class Quantized(NamedTuple):
-    """A tensor in float8_e4m3fn: each 128 elements of a row are ``data * scale``."""
+    """A tensor in float8_e4m3fn: each 128 elements of a row are ``data * scale``.
+
+    With ``square=True``, a transposed matrix has a scale for each 128 x 128 elements instead,
+    ``[ceil(n / 128), ceil(k / 128)]``: for :func:`dequantize` and torch's scaled product. Layers
+    refuse it.
+    """
 
     data: Tensor
     """``[..., k]``, float8_e4m3fn."""

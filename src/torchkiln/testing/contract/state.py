@@ -127,7 +127,8 @@ def torch_keeps_bytes(device: torch.device) -> bool:
 def no_memory_growth(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """Memory does not grow with the number of calls: up to four tries of 250 to 9,000 of them.
 
-    The C library's does not count in a process where torch's ops keep some of it for each launch.
+    Memory of the C library is left out in a process where torch's own ops keep some of it for each
+    launch, as after the capture of a CUDA graph.
     """
     sample = spec.typical(device, dtype)
     work = partial(forward_and_backward, spec, sample)
