@@ -189,6 +189,27 @@ def test_turning_keeps_the_numbers(device: str) -> None:
     assert torch.equal(torchkiln.transpose_quantized(copied).scale, turned.scale)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_gradient_of_a_weight_reads_squares(*, shared: bool) -> None:
+    """Features so far apart that blocks of 1 x 128 and squares have other numbers."""
+    apart = 2.0 ** -(torch.arange(384) % 20)
+    x, grad = torch.randn(256, 384) * apart, torch.randn(256, 128)
+    weight = torch.randn(128, 384, requires_grad=True)
+    rows = torchkiln.quantize(x)
+    y = torchkiln.linear_fp8(rows if shared else x, weight)
+    (found,) = torch.autograd.grad(y, weight, grad)
+    plain, square = (
+        torchkiln.transpose_quantized(rows, s) if shared else torchkiln.quantize_both(x, s)[1]
+        for s in (False, True)
+    )
+    passed = torchkiln.dequantize(torchkiln.quantize_both(grad)[1], torch.float64)
+    products = [passed @ torchkiln.dequantize(q, torch.float64).T for q in (square, plain)]
+    small = apart < 2.0**-17  # rounded again
+    expected, other = (product[:, small] for product in products)
+    error = (found[:, small].double() - expected).norm()
+    assert error < 0.1 * (other - expected).norm()
+
+
 def test_error_is_that_of_four_bits() -> None:
     x = normal((256, 512), torch.float32)
     error = (torchkiln.dequantize(torchkiln.quantize(x)) - x).abs()
