@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
@@ -13,11 +14,11 @@ import torchkiln
 from torchkiln import Quantized, quantize
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-DEVICES = ("cpu", *(["cuda"] if torch.cuda.is_available() else []))
-PRODUCT_DEVICES = (
-    "cpu",
-    *(["cuda"] if "cuda" in DEVICES and torch.cuda.get_device_capability() == (9, 0) else []),
-)
+ON_GPU = pytest.param("cuda", marks=pytest.mark.cuda)
+DEVICES = ("cpu", *([ON_GPU] if torch.cuda.is_available() else []))
+HAS_PRODUCT = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+PRODUCT_DEVICES = ("cpu", *([ON_GPU] if HAS_PRODUCT else []))
+"""Where torch multiplies quantised tensors."""
 
 
 class Op(NamedTuple):

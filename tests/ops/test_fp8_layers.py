@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_linear_fp8 import DEVICES
+from producers import PRODUCT_DEVICES
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -57,7 +57,7 @@ def bytes_kept(call: Callable[[], Tensor]) -> int:
     return sum(kept.values())
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", PRODUCT_DEVICES)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("save", ["preact", "none"])
 @pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh"])
@@ -81,7 +81,7 @@ def test_gated_mlp(act: Any, save: Any, has_bias: bool, device: str) -> None:
         assert relative(found, exact) < max(1.2 * relative(other, exact), 0.01)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", PRODUCT_DEVICES)
 @pytest.mark.parametrize("save", ["preact", "none"])
 @pytest.mark.parametrize("act", ["none", "relu", "relu2", "gelu"])
 def test_mlp(act: Any, save: Any, device: str) -> None:
@@ -160,7 +160,7 @@ FORMS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", PRODUCT_DEVICES)
 @pytest.mark.parametrize("options", FORMS)
 def test_blocks(options: dict[str, Any], device: str) -> None:
     ours, plain = (block(word, **options).to(device) for word in ("fp8", None))
@@ -179,7 +179,7 @@ def test_blocks(options: dict[str, Any], device: str) -> None:
         assert F.cosine_similarity(p.grad.flatten(), q.grad.flatten(), 0) > 0.98, name
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", PRODUCT_DEVICES)
 def test_blocks_compiled_and_checkpointed(device: str) -> None:
     ours, x = block("fp8", save="none").to(device), torch.randn(2, 80, WIDTH, device=device)
     y, residual = ours(x)
@@ -191,7 +191,7 @@ def test_blocks_compiled_and_checkpointed(device: str) -> None:
     (z + total).square().mean().backward()
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", PRODUCT_DEVICES)
 @pytest.mark.parametrize("options", FORMS)
 @pytest.mark.parametrize("has_residual", [False, True])
 def test_norms_of_blocks_write_e4m3(
@@ -224,7 +224,7 @@ def test_norms_of_blocks_write_e4m3(
     assert torch.equal(y, expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", PRODUCT_DEVICES)
 def test_a_quantised_tensor_under_autocast(device: str) -> None:
     """Its numbers stay; the result has the dtype of autocast, and all gradients their own."""
     x, weight = (torch.randn(*s, device=device) for s in ((TOKENS, WIDTH), (HIDDEN, WIDTH)))
@@ -291,7 +291,7 @@ def test_weights_of_a_block_are_quantised_once(monkeypatch: pytest.MonkeyPatch) 
         optimizer.step()
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", PRODUCT_DEVICES)
 def test_an_outlier_spoils_its_own_blocks_only(device: str) -> None:
     """One value of 1e4 in a token: in forward its row, in backward 128 tokens of 128 features."""
     x = torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(0)).to(device)

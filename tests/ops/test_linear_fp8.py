@@ -9,6 +9,7 @@ from typing import cast
 
 import pytest
 import torch
+from producers import HAS_PRODUCT, PRODUCT_DEVICES
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
@@ -16,16 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import torchkiln
 from torchkiln import linear_fp8, quantize, quantize_both, quantize_weight
 
-
-def has_product() -> bool:
-    """Whether torch multiplies quantised tensors on this GPU."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-
-
-NEEDS_PRODUCT = pytest.mark.skipif(
-    not has_product(), reason="needs a GPU of compute capability 9.0"
-)
-DEVICES = ("cpu", *(["cuda"] if has_product() else []))
+NEEDS_PRODUCT = pytest.mark.skipif(not HAS_PRODUCT, reason="needs a GPU of compute capability 9.0")
 # Tokens, input and output features: multiples of 128 and of 16, and sizes that are padded.
 SIZES = ((256, 384, 128), (48, 160, 272), (33, 130, 65), (1, 7, 3))
 
@@ -73,7 +65,7 @@ def require_product(
     assert ((found.double() - exact).abs() <= allowed).all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", PRODUCT_DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_values_and_gradients(sizes: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
@@ -94,7 +86,7 @@ def test_values_and_gradients(sizes: tuple[int, int, int], dtype: torch.dtype, d
         assert torch.equal(linear_fp8(x, weight, bias), y)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", PRODUCT_DEVICES)
 def test_leading_dimensions(device: str) -> None:
     x, weight, bias, grad = operands((64, 256, 128), torch.bfloat16, device)
     flat = linear_fp8(x, weight, bias)
@@ -139,7 +131,7 @@ def test_operands_may_begin_anywhere(elements: int, device: str) -> None:
         assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", PRODUCT_DEVICES)
 def test_one_quantised_input_for_several_layers(device: str) -> None:
     x, weight, _, grad = operands((48, 256, 128), torch.bfloat16, device)
     other = (weight * 3).detach().requires_grad_()
@@ -159,7 +151,7 @@ def test_one_quantised_input_for_several_layers(device: str) -> None:
         assert linear_fp8(quantize(x), weight).dtype == torch.float32
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", PRODUCT_DEVICES)
 def test_a_prepared_weight_changes_nothing(device: str) -> None:
     x, weight, bias, grad = operands((33, 130, 65), torch.bfloat16, device)
     prepared = quantize_weight(weight)
@@ -426,7 +418,7 @@ def test_graph_capture_quantises_the_weight_in_the_graph() -> None:
         assert torch.equal(y, found(x))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() or has_product(), reason="needs another GPU")
+@pytest.mark.skipif(not torch.cuda.is_available() or HAS_PRODUCT, reason="needs another GPU")
 def test_other_gpus_say_what_is_missing() -> None:
     with pytest.raises((NotImplementedError, RuntimeError), match="expected"):
         layer(256, 128, device="cuda")(torch.randn(32, 256, device="cuda"))

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from producers import DEVICES
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -17,7 +18,6 @@ SHAPES = (
     *((1,), (128,), (300,), (1, 1), (5, 128), (3, 130), (16, 256), (129, 257), (2, 7, 300)),
     *((0, 5), (5, 0), (0,), (2, 0, 3)),
 )
-DEVICES = ("cpu", *(["cuda"] if torch.cuda.is_available() else []))
 
 
 def scale_for(most: Tensor) -> Tensor:
