@@ -34,16 +34,6 @@ struct Rows {
   }
 };
 
-/// A reader of kOperands tensors.
-template <class T_, int kOperands>
-struct FromOperands {
-  using T = T_;
-  static constexpr int kRowsAtOnce = sizeof(T) == 2 ? 4 : 2;
-  struct Loaded {
-    Words<T> operand[kOperands];
-  };
-};
-
 /// Rounds two numbers to the elements of a pair.
 template <class T>
 __device__ __forceinline__ void round_to(Vec<T, kSide>& vector, int pair, float low, float high) {
@@ -58,10 +48,14 @@ __device__ __forceinline__ void round_to(Vec<T, kSide>& vector, int pair, float 
   }
 }
 
-template <class T, class Act>
-struct FromGate : FromOperands<T, 2> {
-  using typename FromOperands<T, 2>::Loaded;
+template <class T_, class Act>
+struct FromGate {
+  using T = T_;
   static constexpr int kResults = 1;
+  static constexpr int kRowsAtOnce = sizeof(T) == 2 ? 4 : 2;
+  struct Loaded {
+    Words<T> gate, up;
+  };
   Rows<T> gate, up;
 
   explicit FromGate(const QuantizeGated& p) : gate(p.gate, p.gate_stride), up(p.up, p.up_stride) {}
@@ -70,13 +64,13 @@ struct FromGate : FromOperands<T, 2> {
   __device__ __forceinline__ Loaded load(const Quantize&, int64_t first_row, int r, int64_t column,
                                          bool inside) const {
     static_assert(aligned, "whole vectors");
-    return {{gate.load(first_row, r, column, inside), up.load(first_row, r, column, inside)}};
+    return {gate.load(first_row, r, column, inside), up.load(first_row, r, column, inside)};
   }
   __device__ __forceinline__ void finish(const Loaded& loaded,
                                          Vec<T, kSide> (&results)[kResults]) const {
     float gates[kSide], ups[kSide];
-    device::widen(loaded.operand[0].vector(), gates);
-    device::widen(loaded.operand[1].vector(), ups);
+    device::widen(loaded.gate.vector(), gates);
+    device::widen(loaded.up.vector(), ups);
     const Gated<Act, MathFor<T>> gated;
 #pragma unroll
     for (int i = 0; i < kSide; i += 2)
