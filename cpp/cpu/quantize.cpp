@@ -45,8 +45,8 @@ void load(const Quantize& p, Tile& tile) {
   }
 }
 
-/// Writes a tile row by row: `value(r, c)` of `rows` x `columns` elements that begin at `row` and
-/// `column` of a matrix with `pitch` columns. `exponent` has one scale per row.
+/// Writes the numbers value(r, c) of a tile of `rows` x `columns` elements as E4M3. The tile begins
+/// at `row` and `column` of a matrix with `pitch` columns. `exponent` has one scale per row.
 template <class Value>
 void write_rows(uint8_t* data, int64_t pitch, int64_t row, int64_t column, int64_t rows,
                 int64_t columns, const uint32_t* exponent, const Value& value) {

@@ -193,7 +193,7 @@ def check(folder: Path) -> dict[str, Any]:
 
 
 def missing_instructions(built: Sequence[str], facts: Path = Path("/proc/cpuinfo")) -> set[str]:
-    """What this processor lacks of a build for one instruction set; its code would crash."""
+    """CPU features that a build for one instruction set needs and this processor does not have."""
     needed = INSTRUCTIONS.get(built[0], set()) if len(built) == 1 else set()
     if not needed or not facts.is_file():
         return set()

@@ -57,7 +57,7 @@ ELSEWHERE = {
 
 
 def families() -> set[str]:
-    """The headers of kernels, from which the build derives its sources."""
+    """The op families: names of the headers from which the build derives its sources."""
     return stems("cuda/include/torchkiln/kernels")
 
 

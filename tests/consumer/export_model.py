@@ -34,7 +34,7 @@ class Model(nn.Module):
         crow: Tensor,
         col: Tensor,
     ) -> tuple[Tensor, ...]:
-        """All results in a row."""
+        """The results of every op, as one tuple."""
         return (
             torchkiln.add(x, bias),
             torchkiln.muladd(x, weight, bias),

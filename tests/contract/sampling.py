@@ -57,7 +57,7 @@ def header(config: pytest.Config) -> str:
 
 
 def period(case: testing.Case) -> int:
-    """The number of days of which a case runs on one."""
+    """The number of days in which a case runs once."""
     if case.check.slow or case.check.large:
         return DAYS
     is_form = case.spec not in testing.SPECS

@@ -87,7 +87,7 @@ def test_the_tests_of_a_fault() -> None:
 
 
 def test_the_test_that_failed() -> None:
-    """From the summary, or the last one that began if the process ended."""
+    """The first test in the summary or, if the process died, the last test that began."""
     first, second = "tests/ops/test_norm.py::test_a[cuda-(3, 4)]", "tests/ops/test_norm.py::test_b"
     passed = f"{first} PASSED [ 50%]\n"
     assert failed_first(f"{passed}{second} FAILED [100%]\nFAILED {second} - error") == second

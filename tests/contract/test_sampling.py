@@ -113,6 +113,6 @@ def test_a_day_has_half_of_the_test_before(request: pytest.FixtureRequest) -> No
 
 @pytest.mark.large
 def test_a_large_test_keeps_others_from_the_memory() -> None:
-    """Those of other workers wait until it has ended."""
+    """Large tests of other workers wait for a file lock until this test has ended."""
     with Path(sampling.__file__).open() as file, pytest.raises(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -40,7 +40,7 @@ Launch resident(const ChannelPass& pass) {
   return launch;
 }
 
-/// Of both kernels with the same name, if there are two.
+/// Writes the plans of a call. The two kernels of a forward in two passes have the same name.
 void write_norm(const Gpu& gpu, const Call& call, const char* operands, const ChannelLayout& layout,
                 bool adds) {
   const void* const x = call.alignment == Alignment::vector

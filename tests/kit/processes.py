@@ -137,7 +137,7 @@ def leaving(program: Path, folder: Path) -> Path:
 
 
 def launched(program: Path, device: torch.device, size: int, folder: Path, *words: str) -> str:
-    """The output of a program in processes of torchrun, or in a single one without it.
+    """Runs a program in ``size`` processes of torchrun, or in one without it; returns its output.
 
     Processes on the CPU are forked and get torchrun's variables; those of torchrun import torch.
     """

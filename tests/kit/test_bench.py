@@ -81,7 +81,7 @@ def test_the_cuda_clock_measures_the_device_and_not_the_host() -> None:
     clock = CudaClock(torch.device("cuda:0"))
 
     def shortest(call: Callable[[], object]) -> float:
-        """Of several, as other processes may use the GPU."""
+        """The shortest of nine times, because other processes may use the GPU."""
         return min(clock(call) for _ in range(9))
 
     def asleep(cycles: int) -> float:

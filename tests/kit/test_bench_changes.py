@@ -127,7 +127,7 @@ def test_a_slowed_op_is_caught(
     compare = [f"--compare={old}", "--threshold=50"]
     assert command.main([*given, *compare, f"--json={new}"]) == 1
     assert "1 slower and 0 faster by more than 50%" in capsys.readouterr().out
-    # From the files alone, and the other way round.
+    # --read compares two files without a run, here also with old and new exchanged.
     assert command.main([f"--read={new}", *compare]) == 1
     assert command.main([f"--read={old}", f"--compare={new}", "--threshold=50"]) == 0
     assert "0 slower and 1 faster" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The backend of ``torch.compile`` on graphs that it may change, and on others."""
+"""The backend of ``torch.compile``: graphs that it rewrites, and graphs that it must not change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ torch.library.define("torchkiln_test_compiled::increase", "(Tensor(a!) x) -> ()"
 
 @torch.library.impl("torchkiln_test_compiled::increase", ("cpu", "Meta"))
 def increase(x: Tensor) -> None:
-    """An op that does not count its change."""
+    """An op that changes x without a new ``_version``."""
     x.data.add_(1)
 
 
@@ -387,7 +387,7 @@ def test_bits_of_logits_in_another_dtype_stay(caplog: pytest.LogCaptureFixture) 
 
 
 def test_half_precision_logits_are_not_copied() -> None:
-    """The op reads bfloat16 logits, and the loss is float32 as that of the copy."""
+    """The op reads bfloat16 logits without a copy; its loss is float32, as that of x.float()."""
     logits, labels = torch.randn(12, 9).bfloat16(), LABELS
 
     def of(x: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ def test_no_copy_in_front_of_an_op(layout: str) -> None:
 @pytest.mark.rotates("layout", 2)
 @pytest.mark.parametrize("layout", ["channels_last", "computed, then expanded"])
 def test_gradients_of_any_layout(layout: str) -> None:
-    """Of results that are read transposed and expanded: their gradients have these layouts."""
+    """Results are read transposed and expanded, so their gradients have these layouts."""
 
     def function(x: Tensor) -> Tensor:
         view = LAYOUTS[layout](x)

@@ -134,7 +134,7 @@ def losses(device: torch.device, processes: int, folder: Path, *options: str) ->
 def test_several_processes_have_the_losses_of_one(
     device: torch.device, tensor_parallel: str, tmp_path: Path
 ) -> None:
-    """Also those that continue the checkpoint of twice as many."""
+    """Half as many processes that continue from the checkpoint have the same losses, too."""
     count = processes_on(device, 4)
     folder, way = str(tmp_path / "checkpoint"), ("--tensor-parallel", tensor_parallel)
     alone = losses(device, 1, tmp_path, "--steps", "5")

@@ -164,7 +164,7 @@ for _ in range(50):
 
 
 def test_many_processes_read_whole_files(folder: Path) -> None:
-    """Of one entry, which all of them write."""
+    """Three processes write and read one cache entry."""
     name = cache.key("shared")
     with ThreadPoolExecutor(3) as pool:
         done = list(pool.map(lambda _: forked(WRITE_AND_READ, name), range(3)))

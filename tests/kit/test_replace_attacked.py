@@ -189,7 +189,7 @@ class ByHidden(nn.Module):
 
 
 class ByEps(nn.Module):
-    """A norm that has a least eps, or runs from one on."""
+    """A norm that raises eps to at least 1e-3, or returns x if eps is below 1e-3."""
 
     def __init__(self, *, is_least: bool) -> None:
         super().__init__()

@@ -339,7 +339,7 @@ def test_transforms_run_the_original_forward() -> None:
 
 @pytest.mark.usefixtures("served")
 def test_layers_that_are_slower_on_an_example_stay() -> None:
-    """As all of them on a CPU, which emulates the products."""
+    """All layers are slower on a CPU, which emulates the products."""
     found = model()
     report = torchkiln.replace(found, precision="fp8", only="linear", example=batch())
     assert not named(report)

@@ -424,6 +424,6 @@ def test_llama_of_transformers() -> None:
     assert count.norms == 4
     assert count.found["_gated_fp8_backward"] == 2
     assert not count.found["_gated_backward"]
-    # In each layer of the result of attention, and of the gradients of q, k, v, o and down.
+    # Per layer: the result of attention, and the gradients of q, k, v, o and down.
     assert count.found["quantize_both"] == 2 * (1 + 5)
     assert not count.found["quantize"]

@@ -33,7 +33,7 @@ def test_a_file_of_this_minor_version_loads() -> None:
     model, x = found["model"], example()
     assert isinstance(model, Net)
     plans = {type(plan_of(m)) for m in model.modules()} - {type(None)}
-    # Of models of transformers, and of layers on a GPU, which test_replace_fp8.py saves.
+    # Plans for transformers, and for layers on a GPU, which test_replace_fp8.py pickles.
     others = {Counted, LinearInFP8, PairInFP8}
     assert plans == set(SAVED.values()) - others
     torch.testing.assert_close(model(x), found["output"])

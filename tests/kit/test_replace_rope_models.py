@@ -35,7 +35,7 @@ def causal(name: str, settings: dict[str, Any]) -> Any:
 
 @pytest.fixture
 def forms(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """The forms of the rotations by the op in replaced forwards."""
+    """Records the form of each rotation that the op computes in a replaced forward."""
     found: list[tuple[Any, ...]] = []
     rotated = rotation.Rotation.rotated
 

@@ -1,4 +1,4 @@
-"""torchkiln watch: its output at each save, and its end."""
+"""Tests of ``torchkiln watch``: its output after each save of a file, and how it ends."""
 
 from __future__ import annotations
 

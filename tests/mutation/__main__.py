@@ -87,7 +87,7 @@ class Bench:
         return "full", run(package, rest, listed, self.limit, self.threads)
 
     def fail_without_a_fault(self, tests: set[str]) -> set[str]:
-        """Those of the tests that also fail with the package without a fault."""
+        """The given tests that also fail with the package without a fault."""
         if not tests:
             return set()
         listed = self.scratch / "found.txt"

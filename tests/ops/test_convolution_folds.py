@@ -1,4 +1,4 @@
-"""conv_bn_act: what renews a fold, what is not folded, and what explain says of it."""
+"""Folding in conv_bn_act: changes that renew it, calls without it, and the notes of explain."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_a_seed_brings_the_mask_back(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATING, ids=str)
 def test_the_mask_depends_on_the_place_alone(device: torch.device, dtype: torch.dtype) -> None:
-    """Not on dtype, strides, alignment, shape, bias or whether a gradient is wanted."""
+    """The mask is independent of dtype, strides, alignment, shape, bias and requires_grad."""
     expected = draw((37, 41), 0.3, device, seed=7)
     assert torch.equal(draw((37, 41), 0.3, device, seed=7, dtype=dtype), expected)
     assert torch.equal(draw((37 * 41,), 0.3, device, seed=7, dtype=dtype), expected.flatten())

@@ -118,7 +118,8 @@ def test_rounded_once(device: torch.device, dtype: torch.dtype) -> None:
             exact = torchs(x, dim)
             found = op(x.to(dtype), dim)
             due = exact.float().to(dtype) if dtype != torch.float64 else exact
-            # The quotient of a mean is rounded to float32 first, an ulp of which can tip a half.
+            # The quotient of a mean may be off by an ulp of float32, which can move it past a
+            # midpoint of half precision.
             eps = 0 if op is torchkiln.sum else torch.finfo(dtype).eps
             assert ((found.double() - due.double()).abs() <= eps * due.double().abs()).all()
 

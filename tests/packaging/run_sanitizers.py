@@ -34,8 +34,9 @@ TOOLS: dict[str, tuple[tuple[str, ...], str]] = {
     "initcheck": ((), ""),
     "synccheck": (OURS, ""),
 }
-# Runs pytest and ends the process with its status. At the interpreter's own end, autograd's thread,
-# which a tool slows down, may still release a tensor: it would call std::terminate.
+# Runs pytest and ends the process at once, with pytest's status. In a regular shutdown of the
+# interpreter, autograd's thread, which the tools slow down, could still release a tensor: that
+# would call std::terminate.
 PROGRAM = """
 import os, sys
 import pytest, torch

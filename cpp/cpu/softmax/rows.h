@@ -20,7 +20,8 @@ namespace {
 constexpr int64_t kMinColumns = 16;
 constexpr int64_t kMinNeighbours = 8;
 constexpr int64_t kShort = 16;
-// From this many rows along the innermost dimension on, a strip does not leave that dimension.
+// With at least this many rows along the innermost dimension, a group of columns ends where that
+// dimension ends.
 constexpr int64_t kManyNeighbours = 64;
 
 /// Selects a value. Both are computed, because g++ does not vectorise a loop with a branch.

@@ -1,5 +1,5 @@
-// The kernels of gated_rms_norm: checks, outputs and launches. Rows that no kernel holds go to
-// composed.cpp; gated_norm.cpp has the op and its derivatives.
+// The kernels of gated_rms_norm: checks, outputs and launches. Rows that are too long
+// for one kernel go to composed.cpp; gated_norm.cpp has the op and its derivatives.
 
 #include "detail/normalized_shape.h"
 #include "detail/rows_view.h"

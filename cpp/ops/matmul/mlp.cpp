@@ -88,11 +88,13 @@ struct Plain {
   static Tensor forward(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, Act act) {
     return torchkiln::linear(x, weight, bias, {name_of(act)});
   }
-  /// recorded() again, in backward; the output may be undefined if backward() computes it.
+  /// The results of recorded(), computed again in backward. The output may be undefined: backward()
+  /// or output() then computes it.
   static Two again(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, Act act) {
     return recorded(x, weight, bias, act);
   }
-  /// The output, from the tensor that the derivative needs.
+  /// The output of the activation, from the saved tensor: its argument or, if the derivative does
+  /// not need that, the output itself.
   static Tensor output(const Tensor& kept, Act act) {
     return needs_input(act) ? activation(kept, name_of(act)) : kept;
   }

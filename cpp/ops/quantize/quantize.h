@@ -121,8 +121,8 @@ void check_source(const char* op, const char* name, const Tensor& x);
 /// Uninitialised E4M3 data of this shape, and scales of its rows.
 Two empty_quantized(c10::SymIntArrayRef shape, const Tensor& like);
 
-/// The same for x, which has at least one dimension, as a transposed matrix. `square`: scales of
-/// squares.
+/// Uninitialised E4M3 data and scales of x, at least one-dimensional, as a transposed matrix.
+/// `square`: one scale per 128 x 128 elements.
 Two empty_transposed(const Tensor& x, bool square = false);
 
 /// The tensor that stands for a result that exists in E4M3 only: autograd gives it the gradient of

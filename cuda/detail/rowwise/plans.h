@@ -163,7 +163,7 @@ inline PartPlan make_part_plan(int64_t rows, int64_t columns, int lanes, int vec
   const int64_t resident = int64_t{device.multiprocessors} * blocks;
   const int64_t least = ceil_div(all, int64_t{kPartThreads} * vectors);
   const int64_t most = std::max(least, ceil_div(all, kPartThreads));
-  // Half of the running blocks reduce.
+  // Half of the resident blocks reduce, the even ones: cut rows so that each of them has a part.
   const int64_t parts = std::clamp(ceil_div(resident / 2, rows), least, most);
   return {static_cast<int>(parts), rows * parts, parts + resident / 2};
 }
@@ -189,9 +189,9 @@ struct GridPlan {
   int64_t steps;  // of all teams
 };
 
-/// A thread has `rows_per_thread` rows of a step, and one or more vectors of each. `lanes`:
-/// elements per vector. Rows that are `lanes` rows apart have the same offset from a 16-byte
-/// boundary.
+/// Distributes rows over a grid, in vectors of `lanes` elements. In a step, a thread reads
+/// `rows_per_thread` rows, and one or more vectors of each row. The rows of a step may be `lanes`
+/// rows apart: such rows have the same offset from a 16-byte boundary.
 inline GridPlan make_grid_plan(int64_t rows, int64_t columns, int lanes, int rows_per_thread,
                                const Device& device) {
   GridPlan plan{};

@@ -9,10 +9,10 @@
 
 namespace torchkiln::cuda {
 
-// A team of 2^n threads of a warp processes `heads` adjacent heads of a token per round. Each
-// thread holds one or more pieces of a head; a piece is two vectors of `lanes` elements, which are
-// `lanes` pairs, or adjacent elements that are not rotated. Adjacent teams have adjacent heads, so
-// that the blocks that run at the same time read and write adjacent memory.
+// A team is 2^n threads of a warp. In each round it processes `heads` adjacent heads of a token.
+// Each thread holds one or more pieces of each head. A piece is two vectors of `lanes` elements.
+// Both hold `lanes` pairs or, where the head is not rotated, 2 * `lanes` adjacent elements.
+// Adjacent teams have adjacent heads, so blocks that run at the same time access adjacent memory.
 inline constexpr int kQkvThreads = 256;
 /// Heads of a team: for few tokens, and for more. One head per team gives more teams, and less code
 /// to fetch into the caches.

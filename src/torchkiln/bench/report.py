@@ -127,7 +127,7 @@ def skips(skipped: Iterable[Skipped]) -> list[str]:
 
 
 def plain(table: Table) -> str:
-    """The table in columns of characters."""
+    """The table as plain text: title, aligned columns and notes."""
     everything = [table.headings, *table.rows]
     widths = [max(map(len, column)) for column in zip(*everything, strict=True)]
     lines = [

@@ -34,7 +34,7 @@ def ok(topic: str, words: str) -> Finding:
 
 
 def note(topic: str, words: str, *remedies: str) -> Finding:
-    """Report a fact that prevents nothing."""
+    """Report a fact that needs no repair."""
     return Finding(topic, "note", words, remedies)
 
 

@@ -74,7 +74,7 @@ class Attempts:
         hold: bool = False,
         late: bool = False,
     ) -> Reply:
-        """Make one call, and note what does not depend on its values."""
+        """Make one call. Check the types of the outputs, and that no input was written to."""
         problem = self.problem
         state = problem.state(sample) if self.takes_state else {}
         call = Call(problem.inputs(sample), problem.expected(sample), hold=hold, late=late)

@@ -50,7 +50,7 @@ class Race:
         return replace(call, name="timed", args=(*call.args, *self.weights))
 
     def calls(self, samples: Sequence[Sample]) -> list[Call]:
-        """What a process is sent."""
+        """The messages for a process: inputs, and shapes and dtypes of the outputs."""
         return [Call(self.checks.problem.inputs(s), self.expected) for s in samples]
 
     def prepare(self, runner: Runner) -> None:

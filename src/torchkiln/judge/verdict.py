@@ -79,7 +79,7 @@ class Verdict:
         }
 
     def __str__(self) -> str:
-        """One screen."""
+        """The verdict as text that fits on one screen."""
         lines = [f"{self.candidate} for {self.reference}, on {self.device}"]
         lines += [f"  {name + '?':<15}{text}" for name, text in self.answers.items()]
         if self.seconds:

@@ -1,4 +1,4 @@
-"""What to do after a step of an optimizer, for copies that are made of parameters."""
+"""Calls after each step of an optimizer, which drop copies of the changed parameters."""
 
 from collections.abc import Callable
 from typing import Any

@@ -22,7 +22,7 @@ Operand = Tensor | Quantized
 
 
 def check(op: str, precision: str, act: str, save: str) -> None:
-    """Refuses words that the op does not take."""
+    """Refuses values of ``precision``, ``act`` and ``save`` that the op does not support."""
     words = {"precision": (precision, Precision), "save": (save, Saved)}
     words["act"] = (act, Activation if op == "mlp" else Gate)
     for name, (got, expected) in words.items():

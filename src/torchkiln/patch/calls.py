@@ -27,7 +27,7 @@ class Given:
         return cls(example if isinstance(example, tuple) else (example,), {})
 
     def leaves(self) -> Given:
-        """The same with detached tensors, which require a gradient where they did."""
+        """The arguments with detached tensors; each keeps its ``requires_grad``."""
 
         def leaf(value: Any) -> Any:
             if not isinstance(value, Tensor):

@@ -135,7 +135,7 @@ def layers_of(module: nn.Module) -> tuple[Any, Any]:
 
 
 def missing(kind: str, index: int | None) -> str:
-    """What a device, or this torch, lacks for products in FP8; empty if nothing."""
+    """The unmet requirement of products in FP8, of device or torch, as text; "" if all are met."""
     return found_missing(kind, index)
 
 
@@ -145,7 +145,7 @@ missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @cache
 def found_missing(kind: str, index: int | None) -> str:
-    """What is missing, looked up once for each device: Dynamo takes no cached function itself."""
+    """missing(), cached per device; a second function, as Dynamo does not trace cached ones."""
     if kind != "cuda":
         return f"FP8 needs a GPU of compute capability 9.0, got {kind}"
     found = torch.cuda.get_device_capability(index)

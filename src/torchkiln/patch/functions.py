@@ -48,7 +48,7 @@ OPS = frozenset(
 
 @dataclass(frozen=True)
 class Formula:
-    """What a function computes, and the op that computes it."""
+    """The formula of a function, and the op that replaces it."""
 
     now: str
     count: int

@@ -193,7 +193,7 @@ def unseen_subclass(original: type[nn.Module], name: str, scope: dict[str, Any])
 
 
 class Unseen(nn.Module):
-    """A temporary base of new classes: unlike ``original`` it does not register subclasses."""
+    """A temporary base of a new class, so that ``original.__init_subclass__`` does not run."""
 
 
 NEW = (copyreg.__newobj__, copyreg._reconstructor)  # type: ignore[attr-defined]

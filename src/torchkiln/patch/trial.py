@@ -63,7 +63,7 @@ def seconds(device: torch.device, run: Call, count: int = 1) -> float:
 
 
 def compared(device: torch.device, run: Call, forms: Sequence[Call], budget: float) -> list[float]:
-    """The median seconds of a call in each form of the model; ``forms`` put it into them."""
+    """The median seconds of ``run`` in each form of the model. Each of ``forms`` sets one form."""
     forms[0]()
     run()
     count = max(1, min(MOST_CALLS, int(SHORTEST / seconds(device, run))))

@@ -61,7 +61,7 @@ def size_of(found: Iterable[Tensor]) -> float:
 def far(
     one: Tensor, two: Tensor, truth: Tensor, eps: float, least: float = 0.0, *, loose: bool = False
 ) -> str:
-    """How far ``two`` is off where ``one`` is not.
+    """A message if the error of ``two`` exceeds that of ``one`` by more than rounding; else "".
 
     ``least`` is a size that roundings refer to. Where ``loose``, as for gradients, there may be a
     number where the original has none, because a part of its formula overflows.
@@ -91,7 +91,7 @@ def far(
 
 
 def differences(one: Seen, two: Seen, truth: Seen, eps: float) -> Iterator[str]:
-    """What a changed model shows that the original does not."""
+    """Messages for each difference of the changed model (``two``) from the original (``one``)."""
     if one.raised or two.raised:
         if bool(one.raised) != bool(two.raised):
             texts = [s.attributes if s.raised else "" for s in (one, two)]
@@ -211,7 +211,8 @@ def same(
             ]
             seen = [call(mode=make_mode()) for call in calls]
             if is_spoiled(seen[0]) and not seen[1].raised:
-                # Torch has saved what is changed, the op has not. With copies torch has gradients.
+                # Torch saved a tensor that is then changed in place, the op did not.
+                # With copies of saved tensors, torch computes gradients, too.
                 with torch.autograd.graph.allow_mutation_on_saved_tensors():
                     seen = [call(mode=make_mode()) for call in calls]
             mode = make_mode()
@@ -252,7 +253,7 @@ def drops(model: nn.Module, given: Any) -> list[str]:
 
 
 def undone(one: nn.Module, two: nn.Module, calls: list[Any], around: Action) -> list[str]:
-    """What is left of the change."""
+    """Differences from the original that remain after ``undo()``."""
     if [type(m).__name__ for m in one.modules()] != [type(m).__name__ for m in two.modules()]:
         return ["undo: classes"]
     two.load_state_dict(one.state_dict(), strict=False)

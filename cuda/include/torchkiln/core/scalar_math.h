@@ -165,8 +165,8 @@ struct ExactMath {
   /// results are correct.
   TORCHKILN_FUNCTION static float exp(float x) {
     const float bounded = x < -104.0f ? -104.0f : x > 89.0f ? 89.0f : x;
-    // Adding 1.5 * 2^23 rounds to an integer n, whose value is the difference of the bit patterns.
-    // A conversion to an integer would be undefined for NaN.
+    // Adding 1.5 * 2^23 rounds x log2(e) to an integer n. The bits of the sum, less those of
+    // 1.5 * 2^23, are n. A conversion from float to integer would be undefined for NaN.
     constexpr float kRound = 12582912.0f;
     constexpr int32_t kRoundBits = 0x4b400000;
     const float shifted = bounded * 1.44269504f + kRound;

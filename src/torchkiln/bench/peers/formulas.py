@@ -55,7 +55,7 @@ def linear_logprob(
     rows: Tensor | None = None,
     entropy: bool = False,
 ) -> Any:
-    """The same of a layer; rows that do not count are computed, and are zeroed afterwards."""
+    """logprob() of a linear layer. Results outside ``rows`` are computed, then multiplied by 0."""
     found = logprob(F.linear(x, weight, bias), target, entropy=entropy)
     if rows is None:
         return found

@@ -1,4 +1,4 @@
-"""The functions of expressions: each in C++, in torch, and with its derivatives."""
+"""The functions that a formula can call: each in C++, in torch, and with its derivatives."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def forget(key: int, _: weakref.ref[Tensor]) -> None:
 
 
 def factors_of(x: Tensor) -> str:
-    """Which columns of cos or sin are equal: ``halves``, ``neighbours`` or, if unknown, "".
+    """The columns of cos or sin that are equal: ``halves``, ``neighbours``, or "" if unknown.
 
     Known for a noted tensor that was not changed since. A tensor that requires a gradient counts as
     unknown: the op reads only one of two equal columns, so the other would get no gradient.
@@ -61,7 +61,7 @@ def factors_of(x: Tensor) -> str:
 def rewrite_angles(
     node: ast.FunctionDef, function: FunctionType, properties: Collection[str]
 ) -> str:
-    """Note the results of ``return cos, sin``; returns what is known of both, or ""."""
+    """Rewrite ``return cos, sin`` to record both; returns which columns are equal, or ""."""
     reader = Reader(node, function, properties)
     if not reader.block(node.body) or len(reader.returned) != 1:
         return ""
@@ -127,7 +127,7 @@ class Reader:
         return any(getattr(part, "id", None) in self.factors for part in (*read, *changed))
 
     def of(self, node: ast.expr) -> str:
-        """What is known of an expression: ``halves``, ``neighbours`` or nothing."""
+        """The columns of an expression that are equal: ``halves``, ``neighbours`` or ""."""
         if isinstance(node, ast.Name):
             return self.factors.get(node.id, "")
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
@@ -146,7 +146,7 @@ class Reader:
         return ""
 
     def of_function(self, name: str, node: ast.Call) -> str:
-        """What is known of a call of a function of torch."""
+        """The columns of a torch function's result that are equal, as in :meth:`of`."""
         if name in {"cos", "sin"} and len(node.args) == 1 and not node.keywords:
             return self.of(node.args[0])
         if not node.args or any(keyword.arg != "dim" for keyword in node.keywords):

@@ -98,11 +98,11 @@ class Logits:
         return Logits(self.call, rows, steps, dtype or self.dtype, added)
 
     def float(self) -> Any:
-        """In float32."""
+        """The logits in float32."""
         return self.to(torch.float32)
 
     def to(self, *args: Any, **options: Any) -> Any:
-        """In another dtype. A conversion to its own device changes nothing."""
+        """The logits in another dtype. A conversion to the same device returns ``self``."""
         if not options and len(args) == 1:
             if args[0] == self.device:
                 return self
@@ -115,7 +115,7 @@ class Logits:
         return self.after("contiguous")
 
     def view(self, *shape: Any) -> Any:
-        """In another shape, or of another dtype. A shape that torch refuses is a copy here."""
+        """The logits in another shape or dtype. A shape that torch refuses makes a copy."""
         is_dtype = len(shape) == 1 and isinstance(shape[0], torch.dtype)
         return self.tensor().view(*shape) if is_dtype else self.reshape(*shape)
 

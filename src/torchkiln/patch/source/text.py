@@ -1,4 +1,4 @@
-"""The definition of a function from its source, if the source is the running code."""
+"""The definition of a function from its source, if that source compiles to the code that runs."""
 
 from __future__ import annotations
 import __future__

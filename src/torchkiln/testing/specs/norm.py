@@ -287,7 +287,7 @@ def large(kind: Kind, device: torch.device) -> Sample:
 
 
 def backward_traffic(kind: Kind, sample: Sample) -> Traffic:
-    """Traffic that reads gradients, rows and weight, and writes one gradient for both addends."""
+    """Reads gradients, rows, weight; writes gradients, one of them for both x and residual."""
     x, *owned = (sample.args[i] for i in sample.positions if i != 1 or not kind.residual)
     row = sum(t.nbytes for t in (*owned, *owned[:1]))
     return Traffic((2 + kind.first) * x.nbytes + row, 10 * x.numel())

@@ -171,7 +171,7 @@ def composite(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def magnitude(*args: Any, **kwargs: Any) -> Tensor:
-    """The terms of each element."""
+    """The magnitude of each element's terms, to which its rounding error is proportional."""
     return Arguments(*args, **kwargs).magnitude()
 
 

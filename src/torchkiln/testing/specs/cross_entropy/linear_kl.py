@@ -70,7 +70,7 @@ class Layer(NamedTuple):
         return torch.log_softmax(self.logits, -1)
 
     def errors(self, temperature: float) -> Tensor:
-        """The effect of the roundings of the product, and of the log-sum-exp, on a logarithm."""
+        """The error of each log-probability from rounding in the product and in the log-sum-exp."""
         moved = 2 * linear.roundings(self.x, self.weight, self.bias) / temperature
         return 1 + sizes(self.logits) + moved.unsqueeze(-1)
 

@@ -146,7 +146,7 @@ def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> S
 def bench_variants(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 ) -> Iterator[tuple[str, Sample]]:
-    """The same, of which a quarter of the rows counts."""
+    """The benchmark call with ``rows``, a random quarter of the rows."""
     call = bench(device, dtype, shape)
     rows = torch.randperm(shape[0], device=device)[: shape[0] // 4]
     yield "25% of rows", Sample("bench", call.args, {**call.kwargs, "rows": rows})
