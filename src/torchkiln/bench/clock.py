@@ -134,8 +134,10 @@ def in_turns(
 ) -> dict[str, list[float]]:
     """Measure warm calls in turns, so that a busy or throttled machine slows all calls equally.
 
-    Runs ``rounds`` turns, or as many as ``budget`` seconds allow, but at least ``FEWEST``.
+    Every second turn is in reverse order, so that no call always follows the same one. Runs
+    ``rounds`` turns, or as many as ``budget`` seconds allow, but at least ``FEWEST``.
     """
+    order = list(calls.items())
     for call in calls.values():
         clock(call)
     measured: dict[str, list[float]] = {name: [] for name in calls}
@@ -143,8 +145,9 @@ def in_turns(
     for done in range(rounds):
         if done >= FEWEST and time.perf_counter() - start >= budget:
             break
-        for name, call in calls.items():
+        for name, call in order:
             measured[name].append(clock(call))
+        order.reverse()
     return measured
 
 

@@ -21,7 +21,7 @@ def fuse(
     ``SyncBatchNorm`` is traced. If an activation follows the batch norm, with or without a sum and
     identities between them, the module gets a subclass of its class, whose forward calls
     :func:`torchkiln.bn_act`. An activation is a function of torch, or a module without parameters
-    that computes one. If a convolution of torch precedes the batch norm, with or without an
+    that computes one; or the forward of a derived class calls it, as in timm. If a convolution of torch precedes the batch norm, with or without an
     activation after it, the forward calls :func:`torchkiln.conv_bn_act`: in eval mode without
     gradients the batch norm is folded into the convolution; otherwise the convolution runs
     unchanged, then ``bn_act``. A :class:`torch.nn.MaxPool2d` after the activation becomes part of

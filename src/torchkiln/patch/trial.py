@@ -63,13 +63,18 @@ def seconds(device: torch.device, run: Call, count: int = 1) -> float:
 
 
 def compared(device: torch.device, run: Call, forms: Sequence[Call], budget: float) -> list[float]:
-    """The median seconds of ``run`` in each form of the model. Each of ``forms`` sets one form."""
+    """Median seconds of ``run`` with each form of the model; a call of ``forms[i]`` makes form i.
+
+    An untimed call follows each change of the form: the first call of a module with another class
+    renews what the module remembers between calls.
+    """
     forms[0]()
     run()
     count = max(1, min(MOST_CALLS, int(SHORTEST / seconds(device, run))))
 
     def clock(form: Call) -> float:
         form()
+        run()
         return seconds(device, run, count)
 
     names = dict(zip("ab", forms, strict=True))
