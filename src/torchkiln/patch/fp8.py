@@ -218,7 +218,7 @@ def outputs_in_fp8(x: Any, layers: tuple[Any, ...]) -> list[Any]:
 
 def can_share(layers: Sequence[Any], x: Any) -> bool:
     """Whether layers that read x run in FP8, all of them, and do nothing else."""
-    if not is_quantizable(x) or not all(map(is_in_fp8, layers)):
+    if not all(map(is_in_fp8, layers)) or not is_quantizable(x):
         return False
     return all(takes(layer, x) for layer in layers)
 
@@ -230,7 +230,7 @@ def is_quantizable(x: Any) -> bool:
 
 def is_in_fp8(layer: Any) -> bool:
     """Whether a call of a layer is a product in FP8, and nothing else."""
-    return isinstance(plan_of(layer), LinearInFP8) and not has_hooks(layer)
+    return type(plan_of(layer)) is LinearInFP8 and not has_hooks(layer)
 
 
 def heads_of(model: nn.Module) -> set[nn.Module]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchkiln.nn.plain import attribute, has_hooks
+from torchkiln.nn.plain import has_hooks
 from torchkiln.ops.gated import geglu, swiglu
 from torchkiln.ops.quantize import Quantized
 from torchkiln.patch.formula.layout import Value
@@ -68,8 +68,9 @@ class Gated(ProvenPlan):
             return True
         if len(args) != 1 or not self.takes(module, *args):
             return False
-        names = filter(None, (self.gate, self.up, self.down)) if self.reads_weights else ()
-        layers = map(module.get_submodule, names)
+        if not self.reads_weights:
+            return True
+        layers = map(module.get_submodule, filter(None, (self.gate, self.up, self.down)))
         return all(getattr(layer.weight, "dtype", None) is args[0].dtype for layer in layers)
 
     def takes_quantized(self, module: Any, x: Tensor, place: int | str | None) -> bool:
@@ -78,8 +79,9 @@ class Gated(ProvenPlan):
 
     def is_in_fp8(self, module: Any, x: Any) -> bool:
         """Whether all products are in FP8, and no dropout is between them."""
-        names = [name for name in (self.gate, self.up, self.down) if name is not None]
-        layers = [submodule(module, name) for name in names]
+        if not is_in_fp8(submodule(module, self.down)):  # most modules: in few steps
+            return False
+        layers = [submodule(module, name) for name in (self.gate, self.up, self.down) if name]
         if not is_quantizable(x) or not all(map(is_in_fp8, layers)):
             return False
         dropouts = (submodule(module, name) for name in self.before)
@@ -125,7 +127,8 @@ def is_idle(dropout: Any) -> bool:
 
 def submodule(module: nn.Module, name: str) -> Any:
     """The submodule with a name."""
-    return module.get_submodule(name) if "." in name else attribute(module, name)
+    child = module._modules.get(name)
+    return module.get_submodule(name) if child is None else child
 
 
 def product(op: str, gate: Tensor, up: Tensor) -> Tensor:

@@ -241,8 +241,8 @@ def chain_behind(root: nn.Module, start: Chain) -> Chain | str:
         act = activation_of(root, user)
         if act is not None:
             name, more = act
-            parts = {"between": tuple(between), "end": user, "residual": residual}
-            return replace(start, **parts, act=name, in_place=in_place, reads=reads + more)
+            found = replace(start, between=tuple(between), end=user, residual=residual)
+            return replace(found, act=name, in_place=in_place, reads=reads + more)
         module = called_module(root, user)
         if residual is None and is_sum(user) and user.args[0] is not user.args[1]:
             residual = next(a for a in user.args if isinstance(a, fx.Node) and a is not node)

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -40,19 +41,19 @@ def plain_norm(norm: nn.Module) -> nn.Module:
     return known
 
 
-def torchs_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The batch norm of torch that a class is derived from."""
+def torchs_class(cls: type) -> type[_BatchNorm]:
+    """The batch norm of torch that a class is derived from; StopIteration if there is none."""
     return next(base for base in cls.__mro__ if base in RANK_OF)
 
 
 def is_derived(module: nn.Module | None) -> bool:
     """Whether the class of a module is derived from a batch norm of torch, with its own forward."""
-    cls = type(module)
+    cls: Any = type(module)
     base = next((one for one in cls.__mro__ if one in RANK_OF), None)
     return base is not None and cls is not base and cls.forward is not base.forward
 
 
-Run = Callable[[nn.Module, Tensor], Tensor]
+Run = Callable[[Any, Tensor], Tensor]
 
 
 @dataclass
@@ -68,7 +69,7 @@ class Calls(TorchDispatchMode):
     """The submodules, in the order of their calls."""
 
     def __post_init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def number(self, tensor: Tensor) -> str:
         """A text that stands for a tensor; both forwards see their tensors in the same order."""
@@ -104,7 +105,7 @@ class Called(nn.Module):
         return x.clone()
 
 
-def calls_of(norm: nn.Module, run: Run, *, training: bool, reader: Reader | None = None) -> Calls:
+def calls_of(norm: Any, run: Run, *, training: bool, reader: Reader | None = None) -> Calls:
     """The calls of ``run(copy of norm, x)``; the reader gets the attributes that are read."""
     module, calls = shallow_copy(norm), Calls()
     module.__dict__["training"] = training
@@ -114,7 +115,7 @@ def calls_of(norm: nn.Module, run: Run, *, training: bool, reader: Reader | None
     tensors = [t for t in own if t is not None]
     like = next((t for t in tensors if t.is_floating_point()), torch.empty(0))
     rank = RANK_OF[torchs_class(type(norm))]
-    x = like.new_ones((2, norm.num_features, *(2,) * (rank - 2)))
+    x = like.new_ones((2, int(norm.num_features), *(2,) * (rank - 2)))
     for tensor in (x, *tensors):
         calls.number(tensor)
     if reader is not None:
@@ -127,10 +128,10 @@ def calls_of(norm: nn.Module, run: Run, *, training: bool, reader: Reader | None
 def torchs_forward(names: Sequence[str]) -> Run:
     """Torch's batch norm, and then the submodules of these names."""
 
-    def run(module: nn.Module, x: Tensor) -> Tensor:
+    def run(module: Any, x: Tensor) -> Tensor:
         y: Tensor = torchs_class(type(module)).forward(module, x)
         for name in names:
-            y = module._modules[name](y)
+            y = module.get_submodule(name)(y)
         return y
 
     return run
@@ -152,7 +153,7 @@ def inside(name: str, norm: nn.Module) -> Inside | str:
     reader, watch = Reader(takes_tensors=True), Watch()
     names: list[str] = []
 
-    def watched(module: nn.Module, x: Tensor) -> Tensor:
+    def watched(module: Any, x: Tensor) -> Tensor:
         with watch:
             y: Tensor = type(norm).forward(module, x)
         return y
