@@ -28,11 +28,11 @@ Path = tuple[str, ...]
 
 
 class AnyNumber:
-    """Stands for the floats from 0 to :data:`LARGEST`."""
+    """A condition that holds for every float from 0 to :data:`LARGEST`."""
 
 
 LARGEST = 0.5
-"""The largest eps that a formula is tried with."""
+"""The largest eps for which a formula is tried."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Reads:
         return cls(tuple(values), settings["parts"])
 
     def __add__(self, other: Reads) -> Reads:
-        """Both conditions."""
+        """The conditions of both."""
         return Reads((*self.values, *other.values), (*self.parts, *other.parts))
 
     def below(self, name: str) -> Reads:
@@ -86,7 +86,7 @@ class Reads:
         return Reads(values, tuple((f"{name}.{part}", cls) for part, cls in self.parts))
 
     def with_any(self, name: str) -> Reads:
-        """The conditions, but one attribute may be any float that :class:`AnyNumber` allows."""
+        """The conditions, except that one attribute may be any float of :class:`AnyNumber`."""
         values = tuple((p, AnyNumber if p == (name,) else value) for p, value in self.values)
         return Reads(values, self.parts)
 
@@ -185,7 +185,7 @@ class Reader:
                 self.values[GLOBALS, *path] = frozen(value)
 
     def refuse(self, reason: str) -> None:
-        """Keep the first reason."""
+        """Store a reason to refuse the module; only the first one is kept."""
         self.reason = self.reason or reason
 
 

@@ -46,7 +46,7 @@ class Recorder(DispatchMode):
         self.values: dict[int, Value] = {}
         self.kept: list[Tensor] = []
         self.given: set[int] = set()
-        """Memory that may not be changed."""
+        """Addresses of memory that the call must not change."""
         self.is_paused = False
         self.numbers: set[float] = {0.0}
         """All constants that were added."""

@@ -92,7 +92,7 @@ class Sample(NamedTuple):
     sin: Tensor
 
     def cast(self, dtypes: Dtypes, device: torch.device | None = None) -> Sample:
-        """In dtypes of heads and angles, in the same layout."""
+        """The arguments in other dtypes, of heads and of angles, in the same layout."""
         heads, angles = dtypes
         each = zip(self, (heads, heads, angles, angles), strict=True)
         return Sample(*(x.to(device, dtype) for x, dtype in each))

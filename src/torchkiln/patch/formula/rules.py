@@ -130,7 +130,7 @@ def length(recorder: Recorder, args: Any, options: dict[str, Any], result: Tenso
 
 
 def normalized(recorder: Recorder, args: Sequence[Any], *, centered: bool) -> Value:
-    """The rows of a norm of torch: of a tensor, a shape, a weight, a bias and eps."""
+    """The result of a norm of torch. ``args``: x, shape, weight, bias and eps."""
     x, shape, weight, bias, eps = args
     value = recorder.value(x)
     if len(shape) != 1 or len(value.dims[-1]) != 1:
@@ -152,7 +152,7 @@ def normalized(recorder: Recorder, args: Sequence[Any], *, centered: bool) -> Va
 
 
 def layer_norm(recorder: Recorder, args: Any, _: Any, __: Any) -> Any:
-    """``native_layer_norm``; the statistics are for autograd."""
+    """``native_layer_norm``. Its statistics have no expression: only autograd reads them."""
     return normalized(recorder, args, centered=True), None, None
 
 

@@ -28,7 +28,7 @@ MOST_PRODUCTS = 64
 """Largest number of products of an expression; a longer one is no formula of an op."""
 
 LARGEST_POWER = 6
-"""Powers of sums up to this one are multiplied out."""
+"""Largest power of a sum that is multiplied out."""
 
 
 class NoFormulaError(Exception):
@@ -106,17 +106,17 @@ def is_rest(product: Product, value: float, *summands: Expression) -> bool:
 
 
 def number(value: float) -> Expression:
-    """A constant."""
+    """The expression of a constant."""
     return Expression({(): float(value)})
 
 
 def leaf(name: str, axes: tuple[str, ...]) -> Expression:
-    """An input, with the labels of its axes."""
+    """The expression of an input, with the labels of its axes."""
     return Expression({((("leaf", name, axes), 1.0),): 1.0})
 
 
 def single(atom: Atom, power: float = 1.0) -> Expression:
-    """One atom."""
+    """The expression of one atom with a power."""
     return Expression({((atom, power),): 1.0})
 
 
@@ -176,7 +176,7 @@ def is_positive(atom: Atom, exponent: float) -> bool:
 
 
 def inverse_sigmoid(base: Expression) -> Expression | None:
-    """The ``x`` of ``1 + exp(-x)``."""
+    """The ``x`` of ``1 + exp(-x)``; None for any other expression."""
     if len(base.products) != 2 or base.products.get(()) != 1.0:
         return None
     (((product, coefficient)),) = ((p, c) for p, c in base.products.items() if p)
@@ -218,7 +218,7 @@ def exp(x: Expression) -> Expression:
 
 
 def gelu(x: Expression, approximate: str = "none") -> Expression:
-    """gelu, with erf or with tanh as a sigmoid."""
+    """The gelu with erf, or with tanh, which is written as a sigmoid."""
     if approximate == "tanh":
         inner = x + power(x, 3).scaled(0.044715)
         return x * sigmoid(inner.scaled(2 * math.sqrt(2 / math.pi)))

@@ -19,12 +19,12 @@ from torchkiln.patch.formula.watch import Watch
 from torchkiln.patch.probe import numbers, shallow_copy
 
 SIZES = {True: (2, 3, 5), False: (130, 4, 3)}
-"""Sizes before the last one, in training and not. Both differ: a formula must not contain them."""
+"""Sizes before the last one, by training. The two differ, so that no formula contains them."""
 
 RANKS = (1, 2, 3, 4)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 WIDTHS = (64, 48)
-"""Widths of rows for a module without parameters, from which the width would follow."""
+"""Row widths to try for modules without parameters; parameters determine the width."""
 
 
 class Situation(NamedTuple):
@@ -227,7 +227,7 @@ class Tracer:
     def made(
         self, recorder: Recorder, name: str, dims: Sequence[Dim], x: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        """An input that needs a gradient."""
+        """A recorded input that requires a gradient."""
         x = x.to(dtype).requires_grad_()
         x = x.clone() if self.overwrites else x
         return recorder.add(x, name, dims, overwrites=self.overwrites)

@@ -77,11 +77,11 @@ class Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if sys.getprofile() != self.event:  # the forward changed it, or event() raised
+        if sys.getprofile() != self.event:  # the forward set another one, or event() raised
             self.reason = self.reason or "its calls cannot be watched"
         if self.before is None or callable(self.before):
             sys.setprofile(self.before)
-        else:  # cProfile's, up to Python 3.11
+        else:  # a profiler such as cProfile, up to Python 3.11
             self.before.enable()
         if self.collects:
             gc.enable()
@@ -192,7 +192,7 @@ def is_known(file: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def code_bytes(code: CodeType) -> bytes:
-    """The instructions."""
+    """The instructions; cached, because each read of ``co_code`` copies them."""
     return code.co_code
 
 

@@ -67,7 +67,7 @@ class FusedForward(Plan):
     source: str
     names: tuple[Name, ...]
     count: int
-    """Arguments of the forward."""
+    """The number of arguments of the forward."""
     reads: Reads = Reads()  # noqa: RUF009  immutable
     """The attributes that the forward read, and the modules whose formula a call contains."""
     children: tuple[str, ...] = ()
@@ -108,7 +108,7 @@ class FusedForward(Plan):
         return is_traced and has_children and self.reads.hold(module)
 
     def forward(self, module: Any, *args: Any, **_: Any) -> Any:
-        """The generated function."""
+        """The result of the generated function."""
         return self.function(module, *args)
 
 

@@ -248,7 +248,7 @@ def chain_behind(root: nn.Module, norm: fx.Node) -> Chain | str:
 
 
 def module_of(graph: fx.Graph, path: str) -> fx.Node:
-    """The submodule at a path; a child comes from the dict: its look-up takes 1 us otherwise."""
+    """The submodule at a path. Reading a child from the dict ``_modules`` saves 1 us of look-up."""
     if "." in path:
         return graph.get_attr(path)
     return graph.call_function(operator.getitem, (graph.get_attr("_modules"), path))

@@ -91,7 +91,7 @@ class Reader:
             self.end()
 
     def store(self, target: ast.expr, kind: str) -> None:
-        """A target of an assignment."""
+        """Reads a target of an assignment."""
         if isinstance(target, ast.Starred):
             self.store(target.value, "tuple")
         elif isinstance(target, (ast.Tuple, ast.List)) and kind:

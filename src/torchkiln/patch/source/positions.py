@@ -17,7 +17,7 @@ import torch
 from torchkiln.patch.source.loss_calls import assigned
 
 POSITIONS = "position_ids"
-"""The argument."""
+"""The argument with the positions."""
 
 GIVEN = "_kiln_positions"
 """The variable of a rewritten forward with the argument, or None if it was None."""
@@ -30,7 +30,7 @@ MAKERS = (
 
 
 def rewrite_positions(node: ast.FunctionDef, scope: Mapping[str, Any]) -> bool:
-    """Rewrites a forward whose masks get the positions that it counts; whether it is one.
+    """Rewrites a forward whose masks get the positions that it counts; returns whether it did.
 
     ``scope`` has the globals of the forward.
     """
@@ -57,7 +57,7 @@ def assignment(like: ast.stmt, value: ast.expr) -> ast.Assign:
 
 
 def names(node: ast.AST, name: str) -> Iterator[ast.Name]:
-    """The places of a variable."""
+    """The nodes that name a variable."""
     return (part for part in ast.walk(node) if isinstance(part, ast.Name) and part.id == name)
 
 
@@ -79,7 +79,7 @@ def counts(node: ast.If, function: ast.FunctionDef, scope: Mapping[str, Any]) ->
 
 
 def values_of(name: str, function: ast.FunctionDef) -> list[ast.expr | None]:
-    """The values that a function gives a variable; None for those of no plain assignment."""
+    """The values that a function assigns to a variable; None where it is set in another way."""
     values: list[ast.expr | None] = [
         part.value
         for part in ast.walk(function)
@@ -115,7 +115,7 @@ def is_length_of_cache(node: ast.expr | None) -> bool:
 
 
 def makes_masks(node: ast.expr, function: ast.FunctionDef, scope: Mapping[str, Any]) -> bool:
-    """Whether an expression is a function that makes masks, or a choice between such ones."""
+    """Whether an expression is a function that makes masks, or a choice between such functions."""
     if isinstance(node, ast.IfExp):
         return all(makes_masks(part, function, scope) for part in (node.body, node.orelse))
     if not isinstance(node, ast.Name):
@@ -131,7 +131,7 @@ def makes_masks(node: ast.expr, function: ast.FunctionDef, scope: Mapping[str, A
 
 
 def arguments(node: ast.FunctionDef, scope: Mapping[str, Any]) -> Iterator[ast.Name]:
-    """The places where a function that makes masks gets the positions."""
+    """The positions in the arguments of functions that make masks."""
     for part in ast.walk(node):
         if isinstance(part, ast.Call) and makes_masks(part.func, node, scope):
             for word in part.keywords:
@@ -140,7 +140,7 @@ def arguments(node: ast.FunctionDef, scope: Mapping[str, Any]) -> Iterator[ast.N
 
 
 def entries(node: ast.FunctionDef, scope: Mapping[str, Any]) -> Iterator[ast.Name]:
-    """The places in dicts of arguments that only such functions get."""
+    """The positions in dicts that only functions that make masks get as arguments."""
     for part in ast.walk(node):
         if not isinstance(part, ast.Assign) or not isinstance(part.value, ast.Dict):
             continue
@@ -155,7 +155,7 @@ def entries(node: ast.FunctionDef, scope: Mapping[str, Any]) -> Iterator[ast.Nam
 def is_for_masks(
     name: str, node: ast.FunctionDef, scope: Mapping[str, Any], *, may_copy: bool = True
 ) -> bool:
-    """Whether all reads of a dict, and of its copies, are arguments of such functions."""
+    """Whether all reads of a dict and its copies are arguments of functions that make masks."""
     allowed: set[ast.AST] = set()
     for part in ast.walk(node):
         if isinstance(part, ast.Call) and makes_masks(part.func, node, scope):

@@ -2,7 +2,7 @@
 
 ``x = residual + y``, and the next use of ``x`` by a norm of the module, become one call. If an
 ``if`` lies between the two, sum and norm are moved into both branches. All other statements of the
-forward stay.
+forward are unchanged.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def op_of(plan: Plan) -> str | None:
 
 
 def is_kept(plan: Plan, a: Tensor) -> bool:
-    """Whether the op stays in this call, also while ``torch.compile`` records it."""
+    """Whether to use the op in this call: always, or by measured times under ``torch.compile``."""
     return not is_compiling() or stays(op_of(plan) or "", a)
 
 
