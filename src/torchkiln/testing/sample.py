@@ -86,7 +86,7 @@ class Sample:
         by_name = dict(zip(named, self.args[count:], strict=False))
         has_surplus = len(self.args) > count + len(named)
         if has_surplus or by_name.keys() & self.kwargs.keys() or not named:
-            return self.args, dict(self.kwargs)  # the function says what is wrong, if anything
+            return self.args, dict(self.kwargs)  # the function reports wrong arguments
         return self.args[:count], {**by_name, **self.kwargs}
 
     def call(self, function: Callable[..., Any]) -> Any:

@@ -10,7 +10,7 @@ from torchkiln.testing.spec import OpSpec
 
 
 def _order(spec: OpSpec) -> int:
-    """The place of an op among the names of all ops."""
+    """The position of an op in the list of all names."""
     return OPS.index(spec.name) if spec.name in OPS else len(OPS)
 
 

@@ -79,7 +79,7 @@ def relu2(z: Tensor) -> Tensor:
 
 
 def amplified(act: str, terms: Tensor) -> Tensor:
-    """The terms of a result, given the terms of the argument; only squares amplify them."""
+    """The magnitude of a result, given that of the argument; only squares amplify it."""
     return terms * terms if act in ("square", "relu2") else terms
 
 

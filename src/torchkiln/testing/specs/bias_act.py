@@ -81,7 +81,7 @@ def bias_act_invalid(device: torch.device) -> Iterator[Invalid]:
 
 
 def bias_act_reference(x: Tensor, bias: Tensor, scale: float = 1.0, act: str = "relu") -> Tensor:
-    """The formula."""
+    """The formula of the op in plain torch."""
     return FORMULAS[act].exact(x * scale + bias)
 
 
@@ -102,7 +102,7 @@ ROUNDING = 2.0**-21
 def bias_act_gradient_magnitude(
     x: Tensor, bias: Tensor, scale: float = 1.0, act: str = "relu"
 ) -> Tensor:
-    """Terms of the activation, and the effect of the rounded argument on the derivative."""
+    """A function whose gradients have absolute terms, plus the effect of rounding the argument."""
     formula = FORMULAS[act]
     z = x * abs(scale) + bias
     with torch.no_grad():

@@ -58,7 +58,7 @@ def invalid(name: str, device: torch.device) -> Iterator[Invalid]:
 
 
 def halves(gate: Tensor, up: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Gate and up."""
+    """Gate and up, from two tensors or from the halves of one."""
     if up is not None:
         return gate, up
     first, second = gate.chunk(2, dim=-1)
@@ -72,21 +72,22 @@ def reference(act: str, gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 
 def composite(act: str, gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """Two ops of torch."""
+    """The activation and the product, as two ops of torch."""
     first, second = halves(gate, up)
     return FORMULAS[act].value(first) * second
 
 
 def magnitude(act: str, gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """The terms of the activation times |up|."""
+    """The magnitude of the activation times |up|."""
     first, second = halves(gate, up)
     return FORMULAS[act].terms(first) * second.abs()
 
 
 def gradient_magnitude(act: str, gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """A function whose gradients are the terms of the op's gradients.
+    """A function whose gradients are the op's, with the absolute values of all terms.
 
-    For ``gate``: |up| times the terms of the derivative. For ``up``: the terms of the activation.
+    For ``gate``: |up| times the magnitude of the derivative. For ``up``: the magnitude of the
+    activation.
     """
     first, second = halves(gate, up)
     formula = FORMULAS[act]
@@ -129,7 +130,7 @@ def new_out(given: Given) -> Tensor:
 
 
 def with_out(parent: OpSpec) -> OpSpec:
-    """The gate with ``out=``, whose wrong kinds of arguments ``torch.ops`` refuses."""
+    """The gate with ``out=``. ``torch.ops`` refuses its arguments of wrong kinds."""
     overload = torch.ops.torchkiln._swiglu_out.default
     function = Written(parent.op, overload, {"out": new_out}, plain=parent.op)
 

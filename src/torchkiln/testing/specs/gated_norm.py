@@ -89,7 +89,7 @@ class Arguments:
         return y if self.gate_first else y * passed
 
     def terms(self) -> Terms:
-        """Rounding errors; the error of a product is proportional to the product."""
+        """The rounding errors of the normalized rows; a product's are proportional to it."""
         with torch.no_grad():
             passed = SILU.exact(self.gate) if self.gate_first else 1
             z = self.x * passed
@@ -100,12 +100,12 @@ class Arguments:
             return Terms(size, moved + size * spread, rstd * spread)
 
     def weights(self) -> Tensor | float:
-        """The sum of the absolute values of the terms of the weight."""
+        """``|weight| + |offset|``; 1 without a weight."""
         return 1.0 if self.weight is None else self.weight.detach().abs() + abs(self.offset)
 
 
 def reference(*args: Any, **kwargs: Any) -> Tensor:
-    """The formula."""
+    """The formula of the op in plain torch."""
     a = Arguments(*args, **kwargs)
     return a.value(SILU.exact(a.gate))
 
@@ -117,14 +117,14 @@ def composite(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def magnitude(*args: Any, **kwargs: Any) -> Tensor:
-    """The terms of each element."""
+    """The magnitude of each element's terms, to which its rounding error is proportional."""
     a = Arguments(*args, **kwargs)
     y = a.terms().error * a.weights()
     return y if a.gate_first else y * SILU.terms(a.gate)
 
 
 def gradient_magnitude(*args: Any, **kwargs: Any) -> Tensor:
-    """A function whose gradients are sums of absolute values of terms.
+    """A function whose gradients are the op's, with the absolute values of all terms.
 
     If d is the gradient of the normalized rows n, the gradient of the rows before the norm has the
     terms |d| + |n| mean |d n|, with the rounding errors of one factor n at a time.
@@ -198,7 +198,7 @@ def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> S
 def bench_variants(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 ) -> Iterator[tuple[str, Sample]]:
-    """The gate first, as in Mamba2, also with groups."""
+    """The benchmark call with the gate first, as in Mamba2, without and with groups."""
     call = bench(device, dtype, shape)
     yield "gate first", replace(call, kwargs={"gate_first": True})
     yield (

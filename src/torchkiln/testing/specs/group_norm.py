@@ -65,7 +65,7 @@ class Arguments(batch_norm.Arguments):
 
 
 def reference(*args: Any, **kwargs: Any) -> Tensor:
-    """The formula."""
+    """The formula of the op in plain torch."""
     return Arguments(*args, **kwargs).reference()
 
 
@@ -81,12 +81,12 @@ def composite(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def magnitude(*args: Any, **kwargs: Any) -> Tensor:
-    """The terms of each element."""
+    """The magnitude of each element's terms, to which its rounding error is proportional."""
     return Arguments(*args, **kwargs).magnitude()
 
 
 def gradient_magnitude(*args: Any, **kwargs: Any) -> Tensor:
-    """A function whose gradients are the sums of the absolute values of the terms."""
+    """A function whose gradients are the op's, with the absolute values of all terms."""
     return Arguments(*args, **kwargs).gradient_magnitude()
 
 
@@ -136,7 +136,7 @@ def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> S
 def bench_variants(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 ) -> Iterator[tuple[str, Sample]]:
-    """Adjacent channels, and no activation."""
+    """The benchmark call in ``channels_last``, and without an activation."""
     plain = bench(device, dtype, shape)
     x = plain.args[0].contiguous(memory_format=torch.channels_last)
     yield "channels_last", plain.substitute(0, x)

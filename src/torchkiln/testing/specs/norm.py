@@ -98,7 +98,7 @@ def with_sum(a: Arguments, y: Tensor, z: Tensor) -> Result:
 
 
 def reference(kind: Kind, *args: Any, **kwargs: Any) -> Result:
-    """The formula."""
+    """The formula of the op in plain torch."""
     a = Arguments(kind, *args, **kwargs)
     z = a.z
     from_mean = z - z.mean(a.dims, keepdim=True) if kind.centered else z
@@ -144,7 +144,7 @@ class Terms(NamedTuple):
 
 
 def terms_of(kind: Kind, a: Arguments, z: Tensor) -> Terms:
-    """Rounding errors of the normalized rows; ``z`` has the sizes of the terms summed in ``a.z``.
+    """Rounding errors of the normalized rows; ``z`` is the magnitude of ``a.z``.
 
     A difference from the mean has the errors of its terms.
     """
@@ -159,7 +159,7 @@ def terms_of(kind: Kind, a: Arguments, z: Tensor) -> Terms:
 
 
 def magnitude(kind: Kind, *args: Any, **kwargs: Any) -> Result:
-    """The terms of each element."""
+    """The magnitude of each element's terms, to which its rounding error is proportional."""
     a = Arguments(kind, *args, **kwargs)
     y = terms_of(kind, a, a.sizes).error
     if a.weight is not None:
@@ -170,7 +170,7 @@ def magnitude(kind: Kind, *args: Any, **kwargs: Any) -> Result:
 
 
 def intermediate_sensitivity(kind: Kind, *args: Any, **kwargs: Any) -> Result:
-    """The changes of the output with z if z is a rounded sum, and with rounded normalized rows."""
+    """The effect of rounding z, if it is a sum, and of rounding the normalized rows."""
     a = Arguments(kind, *args, **kwargs)
     n = terms_of(kind, a, a.z.abs())
     y = n.error * kind.residual + n.size * a.rounds
@@ -201,7 +201,7 @@ def gradient_magnitude(kind: Kind, *args: Any, **kwargs: Any) -> Result:
 
 
 def sensitivity(kind: Kind, *args: Any, **kwargs: Any) -> Result:
-    """Gradients change with the rounded sum, except the gradient that passes through the sum."""
+    """The effect of the rounded sum on gradients, except on the one that passes through the sum."""
     y, total = gradient_magnitude(kind, *args, **kwargs)
     return y, 0 * total
 
@@ -357,7 +357,7 @@ def new_out(given: Given) -> Tensor:
 
 
 def with_out(parent: OpSpec) -> OpSpec:
-    """The norm with ``out=``, whose wrong kinds of arguments ``torch.ops`` refuses."""
+    """The norm with ``out=``. ``torch.ops`` refuses its arguments of wrong kinds."""
     overload = getattr(torch.ops.torchkiln, f"_{parent.name}_out").default
     function = Written(parent.op, overload, {"out": new_out}, plain=parent.op)
     return form_of(parent, function, called=parent.name, kinds=False)

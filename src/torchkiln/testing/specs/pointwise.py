@@ -156,12 +156,12 @@ def muladd_large(device: torch.device) -> Sample:
 
 
 def muladd(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Two ops of torch."""
+    """The product and the sum, as two ops of torch."""
     return a * b + c
 
 
 def muladd_gradient_magnitude(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """The gradient of a broadcast argument is a sum, whose terms may cancel."""
+    """A function whose gradients are the op's, with absolute terms: broadcast ones are sums."""
     return a * b.detach().abs() + a.detach().abs() * b + c
 
 
@@ -190,17 +190,17 @@ def addcmul_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
 
 
 def addcmul_terms(first: Tensor, a: Tensor, b: Tensor, value: float = 1) -> Tensor:
-    """The terms of each element."""
+    """The magnitude of each element's terms, to which its rounding error is proportional."""
     return first.abs() + (value * a * b).abs()
 
 
 def addcmul_gradient_magnitude(first: Tensor, a: Tensor, b: Tensor, value: float = 1) -> Tensor:
-    """The terms of the gradients, as for muladd."""
+    """muladd_gradient_magnitude() of the arguments of addcmul."""
     return muladd_gradient_magnitude(a * abs(value), b, first)
 
 
 def with_addcmul(parent: OpSpec) -> OpSpec:
-    """The function of torch.addcmul; tests/ops/test_muladd.py compares its promotion."""
+    """The contract of addcmul; tests/ops/test_muladd.py compares its promotion with torch's."""
     return replace(
         parent,
         name="addcmul",

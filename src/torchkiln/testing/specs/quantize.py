@@ -1,8 +1,8 @@
 """The contract of the linear layer in float8_e4m3fn.
 
-The reference is the exact quantised one: it rounds the same factors to E4M3 by torch's conversion,
-in forward and in backward, and multiplies them in float64. tests/ops/test_quantize.py compares the
-ops that return E4M3 with it bit by bit.
+The reference is exact but for quantisation: it rounds the same factors to E4M3 by torch's
+conversion, in forward and in backward, and multiplies them in float64. tests/ops/test_quantize.py
+compares the ops that return E4M3 with it bit by bit.
 """
 
 from __future__ import annotations

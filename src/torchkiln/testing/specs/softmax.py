@@ -130,7 +130,7 @@ def magnitude(log: bool, x: Tensor, dim: int, **kwargs: Any) -> Tensor:
 
 
 def gradient_magnitude(log: bool, x: Tensor, dim: int, **kwargs: Any) -> Tensor:
-    """A function whose gradients are the sums of the absolute values of the terms."""
+    """A function whose gradients are the op's, with the absolute values of all terms."""
     _, terms, roundings = shares(x, dim, **kwargs)
     moved = x * abs(kwargs.get("scale", 1.0))
     mixed = (terms * moved).sum(dim, keepdim=True) * roundings

@@ -137,7 +137,7 @@ def gradient_magnitude(values: Tensor, b: Tensor, **kwargs: Any) -> Tensor:
 
 
 def wider(sample: Sample) -> Sample:
-    """The call with twice the columns of b. The pattern stays, as it is no input of the graph."""
+    """The call with twice the columns of b. The pattern is kept, as it is no input of the graph."""
     values, b = sample.args
     return replace(sample, args=(values, torch.cat([b, b], dim=-1)))
 

@@ -38,25 +38,25 @@ class Layer:
         self.options = {k: v for k, v in kwargs.items() if k not in GEOMETRY}
 
     def convolved(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The convolution of other tensors."""
+        """The convolution of these tensors, with the strides and other options of the call."""
         found: Tensor = CONVOLUTIONS[x.dim()](x, weight, bias, **self.geometry)
         return found
 
     def arguments(self) -> Arguments:
-        """The arguments of the batch norm, with the terms of its input."""
+        """The arguments of the batch norm, with the magnitude of its input."""
         y = self.convolved(self.x, self.weight, self.bias)
         given = Arguments(y, *self.vectors, **self.options)
         x, weight = self.x.detach().abs(), self.weight.detach().abs()
         bias = None if self.bias is None else self.bias.detach().abs()
         given.sizes = self.convolved(x, weight, bias)
-        # A function of x, weight and bias whose gradients are the terms of their gradients.
+        # A function of x, weight and bias whose gradients have the absolute values of all terms.
         given.path = self.convolved(self.x, weight, self.bias)
         given.path = given.path + self.convolved(x, self.weight, None)
         return given
 
 
 def reference(*args: Any, **kwargs: Any) -> Tensor:
-    """The formula."""
+    """The formula of the op in plain torch."""
     return Layer(*args, **kwargs).arguments().reference()
 
 
@@ -75,12 +75,12 @@ def composite(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def magnitude(*args: Any, **kwargs: Any) -> Tensor:
-    """The terms of each element."""
+    """The magnitude of each element's terms, to which its rounding error is proportional."""
     return Layer(*args, **kwargs).arguments().magnitude()
 
 
 def gradient_magnitude(*args: Any, **kwargs: Any) -> Tensor:
-    """A function whose gradients are the sums of the absolute values of the terms."""
+    """A function whose gradients are the op's, with the absolute values of all terms."""
     return Layer(*args, **kwargs).arguments().gradient_magnitude()
 
 

@@ -49,7 +49,7 @@ def running_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
 
 
 def moved(given: Arguments, *, terms: bool = False) -> tuple[Tensor, Tensor]:
-    """The running statistics after the call, or their terms."""
+    """The running statistics after the call, or their magnitudes."""
     mean, var = given.running
     assert mean is not None
     assert var is not None

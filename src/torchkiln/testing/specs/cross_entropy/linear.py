@@ -155,7 +155,7 @@ def roundings(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def magnitude(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, /, **kwargs: Any
 ) -> Tensor:
-    """The terms of the loss, and the effect of the roundings of the logits."""
+    """The magnitude of the loss, plus the effect of rounding the logits."""
     rows, classes, options = flat(product(x, weight, bias), target, kwargs)
     z_loss = options.pop("z_loss", 0.0)
     share, row = whole.terms(rows, classes, **options)
@@ -195,7 +195,7 @@ def gradient_terms(
 def gradient_magnitude(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, /, **kwargs: Any
 ) -> Tensor:
-    """The terms of the logits' gradient and of the products with it."""
+    """A function whose gradients are those of all products, with absolute terms."""
     return gradient_terms(x, weight, target, bias, kwargs, is_rounding=False)
 
 

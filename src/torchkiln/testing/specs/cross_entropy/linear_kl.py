@@ -118,7 +118,7 @@ def reference(
     beta: float = 0.5,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """The formula, at least in float32."""
+    """The formula of the op, at least in float32."""
     student, teacher = layers(args, temperature)
     of_p, of_q = parts(student.logs, teacher.logs, direction, beta)
     return shaped((of_p + of_q).sum(-1), args[0], rows)
@@ -127,7 +127,7 @@ def reference(
 def slopes(
     student: Layer, teacher: Layer, temperature: float, direction: str, beta: float
 ) -> tuple[Tensor, Tensor]:
-    """The terms of the derivatives in both layers' logits, with the errors of all factors."""
+    """Absolute values of the derivatives in both layers' logits, with the errors of all factors."""
     log_p, log_q = student.logs, teacher.logs
     error_p, error_q = student.errors(temperature), teacher.errors(temperature)
     both = parts(log_p, log_q, direction, beta)
@@ -150,7 +150,7 @@ def magnitude(
     beta: float = 0.5,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """The terms, and the effect of the roundings of the logits."""
+    """The magnitude of the divergence, plus the effect of rounding the logits."""
     student, teacher = layers(args, temperature)
     both = slopes(student, teacher, temperature, direction, beta)
     return shaped((both[0] + both[1]).sum(-1), args[0], rows)
@@ -181,7 +181,7 @@ def gradient_terms(
 
 
 def gradient_magnitude(*args: Any, **kwargs: Any) -> Tensor:
-    """The terms of the logits' gradient and of the products with it."""
+    """A function whose gradients are those of all products, with absolute terms."""
     return gradient_terms(args, **kwargs, is_rounding=False)
 
 
@@ -258,7 +258,7 @@ LINEAR_KL = OpSpec(
     invalid=invalid,
     bench=bench,
     bench_variants=bench_variants,
-    # The gradient of x alone: forward computes it.
+    # Only the gradient of x is timed, which forward computes.
     timed=(0,),
     gradient_in_forward=True,
     large=None,

@@ -55,7 +55,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def flat(logits: Tensor, target: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Any]:
-    """Capped logits and classes as rows, ignored unless they count, and the other options."""
+    """Capped logits and classes as rows, where uncounted rows are ignored; and other options."""
     options = {"ignore_index": -100, "temperature": 1.0, "entropy": False, **kwargs}
     softcap, counted = options.pop("softcap", None), options.pop("rows", None)
     rows = logits.reshape(-1, logits.shape[-1])
@@ -78,7 +78,7 @@ def shaped(found: Any, target: Tensor) -> Any:
 def reference(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, /, **kwargs: Any
 ) -> Any:
-    """The formula, at least in float32."""
+    """The formula of the op, at least in float32."""
     rows, classes, options = flat(product(x, weight, bias), target, kwargs)
     return shaped(whole.reference(rows, classes, **options), target)
 
@@ -86,7 +86,7 @@ def reference(
 def magnitude(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, /, **kwargs: Any
 ) -> Any:
-    """The terms of the results, and the effect of the roundings of the logits."""
+    """The magnitude of the results, plus the effect of rounding the logits."""
     rows, classes, options = flat(product(x, weight, bias), target, kwargs)
     z = whole.scaled(rows, classes, options["ignore_index"], options["temperature"])
     p, logs, of_row = whole.terms(z)
@@ -126,7 +126,7 @@ def gradient_terms(
 def gradient_magnitude(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, /, **kwargs: Any
 ) -> Any:
-    """The terms of the logits' gradient and of the products with it."""
+    """A function whose gradients are those of all products, with absolute terms."""
     return gradient_terms(x, weight, target, bias, kwargs, is_rounding=False)
 
 
@@ -153,7 +153,7 @@ def bench_variants(
 
 
 def counted(sample: Sample) -> Sample:
-    """The call of the rows that count."""
+    """The call with only the rows that count."""
     rows = sample.kwargs.get("rows")
     return sample if rows is None else sample.substitute(0, sample.args[0][: rows.numel()])
 
@@ -164,7 +164,7 @@ def traffic(sample: Sample) -> Traffic:
 
 
 def backward_traffic(sample: Sample) -> Traffic:
-    """Reads both, writes their gradients."""
+    """Reads the rows that count and the weight, writes their gradients."""
     return linear.backward_traffic(counted(sample))
 
 

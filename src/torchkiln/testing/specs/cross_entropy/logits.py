@@ -157,7 +157,7 @@ def terms(logits: Tensor, target: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor
 
 
 def magnitude(logits: Tensor, target: Tensor, *, z_loss: float = 0.0, **kwargs: Any) -> Tensor:
-    """The terms of the result: logits, logarithms of sums, and the sum over the rows."""
+    """The magnitude of the result: of logits, logarithms of sums, and the sum over the rows."""
     share, row = terms(logits, target, **kwargs)
     classes = logits.movedim(0 if logits.dim() == 1 else 1, -1).abs()
     classes = classes.where(classes.isfinite(), 0)  # -inf among finite logits adds nothing
@@ -167,7 +167,7 @@ def magnitude(logits: Tensor, target: Tensor, *, z_loss: float = 0.0, **kwargs: 
 
 
 def pull(logits: Tensor, target: Tensor, errors: Tensor | float = 0.0, **kwargs: Any) -> Tensor:
-    """The terms of the gradient of each row's logits, with the classes last.
+    """The absolute terms of the gradient of each row's logits, with the classes last.
 
     ``errors`` are the errors of the logits of each row, in the unit of the terms.
     """
@@ -181,13 +181,13 @@ def pull(logits: Tensor, target: Tensor, errors: Tensor | float = 0.0, **kwargs:
 
 
 def sizes(logits: Tensor) -> Tensor:
-    """The terms of each ``logits - lse``, with the classes last."""
+    """``|logits| + |lse|`` of each element, with the classes last."""
     dim = 0 if logits.dim() == 1 else 1
     return log_sum_exp(logits).abs().unsqueeze(-1) + logits.movedim(dim, -1).abs()
 
 
 def gradient_magnitude(logits: Tensor, target: Tensor, **kwargs: Any) -> Tensor:
-    """A function whose gradients are the sums of the absolute values of the terms."""
+    """A function whose gradients are the op's, with the absolute values of all terms."""
     dim = 0 if logits.dim() == 1 else 1
     own = pull(logits, target, **kwargs)
     kwargs.pop("z_loss", None)

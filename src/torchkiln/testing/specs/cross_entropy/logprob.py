@@ -72,7 +72,7 @@ def both(rows: tuple[Tensor, Tensor], target: Tensor, ignored: int, entropy: boo
 
 
 def own(values: Tensor, target: Tensor, ignored: int) -> Tensor:
-    """The number of the target's class of each row."""
+    """The value at each row's target class."""
     at = target.masked_fill(target == ignored, 0).unsqueeze(-1)
     return values.gather(-1, at).squeeze(-1)
 
@@ -93,14 +93,14 @@ def reference(
     ignore_index: int = -100,
     entropy: bool = False,
 ) -> Any:
-    """The formula, at least in float32."""
+    """The formula of the op, at least in float32."""
     z = scaled(logits, target, ignore_index, temperature)
     logp = own(torch.log_softmax(z, -1), target, ignore_index)
     return both((logp, terms(z)[2]), target, ignore_index, entropy)
 
 
 def sizes(z: Tensor) -> Tensor:
-    """The terms of each ``z - lse``."""
+    """``|z| + |lse|`` of each element, without infinite z."""
     absolute = z.abs().masked_fill(z.isinf(), 0)
     return absolute + torch.logsumexp(z, -1, keepdim=True).abs()
 
@@ -113,7 +113,7 @@ def magnitude(
     ignore_index: int = -100,
     entropy: bool = False,
 ) -> Any:
-    """The terms of the logarithm, and of the entropy with the errors of its probabilities."""
+    """The magnitudes of the logarithm, and of the entropy with the errors of its probabilities."""
     z = scaled(logits, target, ignore_index, temperature)
     p, logs, of_row = terms(z)
     size = sizes(z)
@@ -130,7 +130,7 @@ def gradient_magnitude(
     ignore_index: int = -100,
     entropy: bool = False,
 ) -> Any:
-    """Functions whose gradients are the sums of the absolute values of the terms."""
+    """Functions whose gradients are the op's, with the absolute values of all terms."""
     z = scaled(logits, target, ignore_index, temperature)
     of_logp, of_entropy = pulls(z, target, ignore_index)
     rows = ((z * of_logp).sum(-1), (z * of_entropy).sum(-1))
@@ -140,7 +140,7 @@ def gradient_magnitude(
 def pulls(
     z: Tensor, target: Tensor, ignored: int, errors: Tensor | float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """The terms of the gradients of both results; ``errors`` of ``z`` in the unit of the terms."""
+    """The absolute terms of both results' gradients; ``errors`` of ``z`` are in the same unit."""
     with torch.no_grad():
         p, logs, of_row = terms(z)
         moved = p * (1 + sizes(z) + errors)

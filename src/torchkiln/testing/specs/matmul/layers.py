@@ -178,14 +178,14 @@ def linear_composite(*args: Any) -> Tensor:
 
 
 def linear_reference(*args: Any) -> Tensor:
-    """The formula."""
+    """The formula of the op in plain torch."""
     call = Call(*args)
     y = FORMULAS[call.act].exact(call.preactivation)
     return y if call.residual is None else y + call.residual
 
 
 def linear_magnitude(*args: Any) -> Tensor:
-    """The terms of the sums, amplified by the activation, and of the residual."""
+    """The magnitude of the sums, amplified by the activation, plus |residual|."""
     call = Call(*args)
     terms = amplified(call.act, call.terms)
     return terms if call.residual is None else terms + call.residual.abs()
@@ -199,7 +199,7 @@ def linear_intermediate_sensitivity(*args: Any) -> Tensor:
 
 
 def linear_gradient_magnitude(*args: Any) -> Tensor:
-    """Terms of the sums and of the activation, and the effect of rounding on its derivative."""
+    """A function whose gradients have absolute terms, plus the effect of rounding the argument."""
     call = Call(*args)
     formula = FORMULAS[call.act]
     terms = call.terms

@@ -108,7 +108,7 @@ class Arguments:
 
 
 def reference(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """The formula."""
+    """The formula of the op in plain torch."""
     given = Arguments(*args, **kwargs)
 
     def rotated(x: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def reference(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
 
 
 def magnitude(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """The terms of each element."""
+    """The magnitude of each element's terms, to which its rounding error is proportional."""
     given = Arguments(*args, **kwargs)
     cos, sin = given.cos.abs(), given.sin.abs()
 
@@ -131,7 +131,7 @@ def magnitude(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
 
 
 def gradient_magnitude(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """A function whose gradients are the sums of the absolute values of the terms."""
+    """A function whose gradients are the op's, with the absolute values of all terms."""
     given = Arguments(*args, **kwargs)
     cos, sin = given.cos, given.sin
 
