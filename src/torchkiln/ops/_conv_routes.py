@@ -91,7 +91,7 @@ class Route(NamedTuple):
 
     words: str
     run: Callable[[Tensor, Fold, Tensor | None, Geometry, Activation], Tensor | None]
-    """Computes it with a fold; returns None if it cannot."""
+    """Computes the result with a fold; returns None if it cannot."""
 
 
 APART = Route("convolution, then bn_act", lambda *_: None)
@@ -164,7 +164,7 @@ def why_no_cudnn(
 
 
 APART_CALLS: dict[tuple[Any, ...], str] = {}
-"""Calls for which :func:`choose` found ``APART``, and the notes: a new choice takes 10 us."""
+"""Notes of the calls for which :func:`choose` returned ``APART``: choosing again takes 10 us."""
 
 MOST_CALLS = 4096
 

@@ -184,7 +184,7 @@ def sync_bn_act(
             group.group_name,
         )
         return y
-    with torch.no_grad():  # the compiler sees the collectives
+    with torch.no_grad():  # torch.compile records the collectives
         own = torch.ops.torchkiln._sync_bn_moments(x) if moments is None else moments
         statistics, count = torch.ops.torchkiln._sync_bn_statistics(
             x, _gathered(own, group), running_mean, running_var, batches, weight_of_new, eps
