@@ -112,7 +112,7 @@ def time_case(
 ) -> Measurement | None:
     """The row of one large call with ``count`` CPU threads; none for a call that moves no bytes."""
     size = case.moved(direction)
-    # Such a call does nothing to time: backward may return the incoming gradient, for example.
+    # There is nothing to time: backward may return the incoming gradient, for example.
     if size == 0:
         return None
     device = case.sample.args[case.sample.positions[0]].device
@@ -266,7 +266,7 @@ def peaks(case: BenchCase, direction: str, names: tuple[str, ...], gauge: Gauge)
     for name, make in peers.makers(case, names):
         try:
             call = call_of(peers.own_tensors(name, case), make(case), moment)
-            call()  # warm
+            call()  # warms up
             found[name] = gauge(call)
         except Exception:  # peers and compilers raise anything
             continue

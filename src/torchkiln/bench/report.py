@@ -72,7 +72,7 @@ def tables(rows: Iterable[Measurement]) -> list[Table]:
 
 
 def columns(rows: Sequence[Measurement]) -> dict[str, list[str]]:
-    """The words of each column under its heading; empty columns are left out."""
+    """The texts of each column under its heading; empty columns are left out."""
 
     def cell(times: Times | None) -> str:
         return "" if times is None else duration(times.seconds)

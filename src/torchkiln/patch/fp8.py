@@ -116,7 +116,7 @@ def take_pair(*layers: Any, x: Any) -> bool:
 def gated_in_fp8(
     act: Gate, x: Tensor | Quantized, gate: Any, up: Any = None, *, swapped: bool = False
 ) -> Quantized:
-    """The gated unit of two layers in FP8, or of the halves of one; swapped: its second half."""
+    """A gated unit in FP8: of two layers, or of the halves of one, which ``swapped`` exchanges."""
     if up is None and swapped:
         return _pair_fp8.quantized_gate(act, *product(gate, x).chunk(2, -1)[::-1])
     if up is None:

@@ -55,7 +55,7 @@ class Formula:
     """The number of tensor arguments."""
     ours: Callable[..., Tensor]
     dims: int
-    """Dimensions of the first tensor beside those of the target."""
+    """The number of dimensions that the first tensor has more than the target."""
 
     def fits(self, *tensors: Any) -> bool:
         """Whether the op takes these arguments; else the function itself runs."""

@@ -95,7 +95,7 @@ TRL: Mapping[str, Callable[..., Any]] = {
 
 
 def trl(case: BenchCase) -> Function:
-    """TRL's way for the op of the case."""
+    """TRL's formula of the op."""
     return TRL[case.spec.name]
 
 
