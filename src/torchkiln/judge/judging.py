@@ -24,7 +24,7 @@ PR_SET_DUMPABLE = 4
 GPU_CALLS = 8
 """Most calls between two readings of the clock: the exchange takes as long as many kernels."""
 MOST_BYTES = 1 << 32
-"""Most bytes of GPU memory for them."""
+"""Most bytes of GPU memory for these calls."""
 
 PACKAGE = Path(__file__).parents[1]
 

@@ -61,7 +61,7 @@ class Problem:
     specs: str | None = None
     """The module with the spec of an op of another package."""
     others: tuple[Sample, ...] = ()
-    """Further calls, of an op with a spec."""
+    """Further calls, for an op with a spec."""
 
     def inputs(self, sample: Sample) -> Sample:
         """The call without the weights."""

@@ -1,4 +1,4 @@
-"""What the judge says about one candidate."""
+"""The verdict of the judge about one candidate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process that starts those of candidates."""
+"""The process that forks the processes of candidates."""
 
 from __future__ import annotations
 
