@@ -99,7 +99,7 @@ class Scan:
         """Adds a file if it exists; yields its includes, each with the folder searched first."""
         if not os.path.isfile(given):  # noqa: PTH113  most are missing: a Path takes four times as long
             return
-        # A link stays as it is: NVRTC searches the folder of the link, not of its target.
+        # A link is not resolved: NVRTC searches the folder of the link, not of its target.
         file = Path(given).parent.resolve() / Path(given).name
         if file in self.files:
             return
