@@ -135,7 +135,7 @@ class Checks(Attempts):
         return f"yes, worst error {mine:.2g}, torch's own {torchs:.2g}, against float64, at {shape}"
 
     def state_kept(self) -> str:
-        """State that outlives a call: overwritten results, work between calls, determinism."""
+        """Check state that outlives a call: overwritten results, later work, determinism."""
         first, second = self.given(), self.given()
         held = self.attempt("", first)
         if held is None:
