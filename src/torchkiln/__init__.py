@@ -228,4 +228,5 @@ __all__ = [
 for _name in __all__:
     _public = globals()[_name]
     if isinstance(_public, FunctionType | type):
-        _public.__module__ = __name__  # which pickles name, such as of a model's activation
+        # the path that pickles store, for example of a model's activation
+        _public.__module__ = __name__

@@ -105,7 +105,7 @@ def usage() -> str:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status, one of :class:`torchkiln.cli.status.Status`."""
+    """Run one command; returns the exit status, one of :class:`torchkiln.cli.status.Status`."""
     try:
         try:
             return run(list(sys.argv[1:] if given is None else given))

@@ -156,7 +156,7 @@ def require_outputs(options: argparse.Namespace) -> None:
 
 
 def require_table(options: argparse.Namespace) -> None:
-    """Refuse a run that does not time what a table of ``--compile`` consists of."""
+    """Refuse a run that does not time the calls for a table of ``--compile``."""
     kinds = options.kinds or ["calls"]
     for name, got, expected, is_right in (
         ("--peers", ",".join(options.peers), "compile", "compile" in options.peers),

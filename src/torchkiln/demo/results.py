@@ -1,4 +1,4 @@
-"""What the demo found, for programs."""
+"""The results of the demo, for programs."""
 
 from __future__ import annotations
 

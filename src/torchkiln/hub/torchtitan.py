@@ -4,8 +4,8 @@ Name those to use::
 
     --override.imports torchkiln.hub.torchtitan.rms_norm,torchkiln.hub.torchtitan.loss
 
-Parameters, checkpoints and sharding stay the same. DTensors, and calls while ``spmd_types`` checks
-types, run torchtitan's forward. Classes that torchtitan derives from these stay as they are.
+Parameters, checkpoints and sharding do not change. DTensors, and calls while ``spmd_types`` checks
+types, run torchtitan's forward. Classes that torchtitan derives from these are not replaced.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class CosSin(Rotation, CosSinRoPE):
 
 
 class Complex(Rotation, ComplexRoPE):
-    """The rotation of neighbours."""
+    """The rotation of neighbouring elements."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ComplexRoPE.Config):
@@ -127,24 +127,24 @@ class Loss(CrossEntropyLoss):
 
 @override(target=nn_modules.RMSNorm.Config, exact=True, description="torchkiln.rms_norm")
 def rms_norm(config: Any) -> Any:
-    """The configuration of the norm."""
+    """The configuration with torchkiln's norm."""
     return derive(config, RMSNorm.Config)
 
 
 @override(target=titan_feed_forward.FeedForward.Config, exact=True, description="torchkiln.swiglu")
 def feed_forward(config: Any) -> Any:
-    """The configuration of the feed-forward."""
+    """The configuration with torchkiln's feed-forward."""
     return derive(config, FeedForward.Config)
 
 
 @override(target=RoPE.Config, description="torchkiln.rope")
 def rope(config: Any) -> Any:
-    """The configuration of the embeddings; other formats stay."""
+    """The configuration with torchkiln's embeddings; other formats are returned unchanged."""
     found = {CosSinRoPE.Config: CosSin.Config, ComplexRoPE.Config: Complex.Config}.get(type(config))
     return config if found is None else derive(config, found)
 
 
 @override(target=CrossEntropyLoss.Config, exact=True, description="torchkiln.cross_entropy")
 def loss(config: Any) -> Any:
-    """The configuration of the loss."""
+    """The configuration with torchkiln's loss."""
     return derive(config, Loss.Config)

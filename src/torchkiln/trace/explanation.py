@@ -46,7 +46,7 @@ class KernelLaunch:
     """CPU threads that shared the pieces."""
 
     def __str__(self) -> str:
-        """One line."""
+        """The kernel and its launch, in one line."""
         if self.instruction_set is not None:
             pieces = f"{self.parts} pieces" if self.parts > 1 else "1 piece"
             workers = f"{self.workers} threads" if self.workers > 1 else "1 thread"
@@ -87,7 +87,7 @@ class Step:
     words: str
 
     def __str__(self) -> str:
-        """One line."""
+        """The step, in one line."""
         where = f" in {self.inside}" if self.inside else ""
         return f"{self.kind}: {self.op}{where}, {self.words}"
 
@@ -142,7 +142,7 @@ class Explanation(Report):
         return {"schema": self.schema, **asdict(self)}
 
     def __str__(self) -> str:
-        """A few lines."""
+        """The explanation, in a few lines."""
         lines = [f"{self.op} of {', '.join(self.inputs)} on {self.device}"]
         for name, part in ((FORWARD, self.forward), (BACKWARD, self.backward)):
             if part is not None:
