@@ -80,7 +80,7 @@ class Lines:
 
 
 def sentence(row: Measurement) -> str:
-    """A row as text."""
+    """A row of the run as one line of text."""
     share = "" if row.share is None else f", {row.share:.1%} of the ceiling"
     others = "" if row.speedup is None else f", {row.speedup:.2f} x as fast as {row.best_peer}"
     noise = f", spread {row.ours.spread:.0%} !" if row.is_noisy else ""

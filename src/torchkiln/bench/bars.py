@@ -57,7 +57,7 @@ class Style:
     """Whether peers are dots on our bar instead of separate bars."""
 
     def words(self, value: float) -> str:
-        """A figure with its unit."""
+        """A figure as text, with its unit."""
         digits = len(f"{value:.0f}")
         return f"{value:.{max(0, self.decimals + 1 - digits)}f}{self.unit}"
 

@@ -100,7 +100,7 @@ class Count:
 
     @classmethod
     def of(cls, calls: Sequence[Timed], op: str = "", direction: str = "") -> Count:
-        """Count calls."""
+        """Count the calls of an op in a direction, and the slower ones."""
         median = statistics.median(one.speedup for one in calls)
         slower = sum(one.is_slower for one in calls)
         return cls(op, direction, len(calls), slower, round(median, 3))
@@ -201,7 +201,7 @@ def timed(draw: Draw) -> Timed:
 
 @dataclass
 class Run(Report):
-    """The calls of a run."""
+    """The calls of a run with their times."""
 
     schema: ClassVar[str] = "torchkiln.fuzz/1"
 

@@ -82,7 +82,7 @@ def shapes_of(spec: OpSpec, device: torch.device) -> tuple[Shape, ...]:
 
 
 def sweep_shapes(elements: int) -> list[Shape]:
-    """Rows and columns of about as many elements, for each row length."""
+    """For each row length, the number of rows with about ``elements`` elements, and the length."""
     lengths = sorted((*POWERS_OF_TWO, *MODEL_SIZES))
     return [(max(1, round(elements / length)), length) for length in lengths]
 
@@ -95,7 +95,7 @@ def row_shapes(elements: int) -> list[Shape]:
 
 @dataclass(frozen=True)
 class Plan:
-    """The choices of a run."""
+    """The choices of a run: ops, device, dtypes, shapes, peers and limits."""
 
     specs: tuple[OpSpec, ...]
     device: torch.device

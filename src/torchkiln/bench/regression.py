@@ -10,7 +10,7 @@ from torchkiln.bench.result import Measurement, Record
 Key = tuple[object, ...]
 
 THRESHOLD = 0.05
-"""Smallest relative change that counts."""
+"""Smallest relative change that counts as slower or faster."""
 
 
 def key(row: Measurement) -> Key:

@@ -17,11 +17,11 @@ from torchkiln.testing import SPECS, OpSpec
 from torchkiln.testing.environment import environment
 
 DIRECTIONS = {FORWARD: (FORWARD,), BACKWARD: (BACKWARD,), "both": (FORWARD, BACKWARD)}
-"""Values of ``direction``."""
+"""The measured directions for each value of ``direction``."""
 
 
 class Progress(Protocol):
-    """Display of a run."""
+    """A display of the progress of a run."""
 
     def begin(self, words: str) -> None:
         """Start the next piece."""
@@ -31,7 +31,7 @@ class Progress(Protocol):
 
 
 class Silent:
-    """Shows nothing."""
+    """A display that shows nothing."""
 
     def begin(self, words: str) -> None:
         """Do nothing."""

@@ -21,7 +21,7 @@ from torchkiln.cli.status import Status
 
 
 class Command(NamedTuple):
-    """A word after ``torchkiln``."""
+    """A command: its module, description and example."""
 
     words: str
     example: str

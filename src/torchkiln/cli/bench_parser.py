@@ -44,7 +44,7 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def minutes(text: str) -> float:
-    """Minutes, as seconds."""
+    """A number of minutes, converted to seconds."""
     return 60 * positive(text)
 
 
@@ -57,7 +57,7 @@ def positive_count(text: str) -> int:
 
 
 def percent(text: str) -> float:
-    """A percentage, as a fraction."""
+    """A percentage, converted to a fraction."""
     return positive(text.removesuffix("%")) / 100
 
 

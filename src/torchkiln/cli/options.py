@@ -12,7 +12,7 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 Shape = tuple[int, int]
-"""Rows and columns."""
+"""Rows and columns of a call."""
 
 DTYPES = {
     "float32": ("fp32", "float"),

@@ -30,7 +30,7 @@ WHERE = "torchkiln.demo"
 
 @dataclass(frozen=True)
 class Size:
-    """Amount of work."""
+    """The amount of work in a demo."""
 
     shape: tuple[int, int]
     """Rows and columns of the tensors that are timed."""

@@ -20,7 +20,7 @@ gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @dataclass(frozen=True)
 class ClassShard:
-    """The classes of this process."""
+    """The classes that this process holds."""
 
     group: dist.ProcessGroup | None
     first: int

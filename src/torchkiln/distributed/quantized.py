@@ -26,7 +26,7 @@ BLOCK = 128
 def holds_blocks(tensor: Any, size: Any) -> bool:
     """Whether each device of a tensor's mesh gets whole blocks of so many elements.
 
-    Every dimension of the mesh may shard them. Without a mesh nothing is known.
+    Every dimension of the mesh may shard them. False without a mesh, whose size is then unknown.
     """
     mesh = getattr(tensor, "mesh", None)
     return mesh is not None and size % (BLOCK * mesh.size()) == 0

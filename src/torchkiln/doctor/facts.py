@@ -124,7 +124,7 @@ class Facts:
 
 
 def gather(environment: Environment) -> Facts:
-    """Read all facts."""
+    """Read all facts about an environment."""
     torch, torch_error = None, None
     if environment.torch:
         try:

@@ -105,7 +105,7 @@ def _indented(words: str) -> str:
 
 
 def examine(environment: Environment) -> Report:
-    """Run all checks."""
+    """Run all checks of an environment."""
     facts = gather(environment)
     found: list[Finding] = []
     for check in CHECKS:

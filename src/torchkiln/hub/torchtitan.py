@@ -34,7 +34,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
 
 
 class RMSNorm(nn_modules.RMSNorm):
-    """The norm as :func:`torchkiln.rms_norm`."""
+    """torchtitan's norm, computed by :func:`torchkiln.rms_norm`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(nn_modules.RMSNorm.Config):
@@ -113,7 +113,7 @@ def cross_entropy(pred: Tensor, labels: Tensor, **options: Any) -> Tensor:
 
 
 class Loss(CrossEntropyLoss):
-    """The loss as :func:`torchkiln.cross_entropy`."""
+    """torchtitan's loss, computed by :func:`torchkiln.cross_entropy`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CrossEntropyLoss.Config):

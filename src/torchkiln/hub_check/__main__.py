@@ -23,7 +23,7 @@ class Result(Report):
 
     has_sources: bool
     builds: tuple[str, ...]
-    """Names of the variants."""
+    """Names of the folders in ``build``."""
     problems: tuple[Problem, ...]
 
     def as_dict(self) -> dict[str, Any]:

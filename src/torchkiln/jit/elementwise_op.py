@@ -62,7 +62,7 @@ class Elementwise(Op):
     if TYPE_CHECKING:  # at run time Op.__call__ is called, without another frame
 
         def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-            """Calls the op."""
+            """Calls the op, which returns one tensor."""
 
     def _require(self, *args: Any) -> None:
         """Raises unless all tensors are floating point, on one device, and broadcast."""

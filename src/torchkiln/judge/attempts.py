@@ -86,7 +86,7 @@ class Attempts:
         return reply
 
     def difference(self, found: Sequence[Tensor], sample: Sample, dtype: torch.dtype) -> str:
-        """How outputs differ from the truth; empty if they are right."""
+        """The difference of outputs from the truth, as text; empty if they are right."""
         where = Where(self.problem.for_dtype(dtype), "judge", sample)
         try:
             require_values(tuple(found), sample, where)

@@ -39,7 +39,7 @@ PAUSES = (0.0, 2.0, 6.0)
 
 @dataclass
 class Checks(Attempts):
-    """All questions about one candidate."""
+    """All questions about one candidate, and the calls that answer them."""
 
     worst: tuple[float, float, str] = (0.0, 0.0, "")
     truth_seconds: float = math.inf
@@ -130,7 +130,7 @@ class Checks(Attempts):
             self.worst = max(self.worst, (errors[0], errors[1], shape))
 
     def accuracy(self) -> str:
-        """The line about errors."""
+        """The line of the verdict about errors."""
         mine, torchs, shape = self.worst
         return f"yes, worst error {mine:.2g}, torch's own {torchs:.2g}, against float64, at {shape}"
 

@@ -133,7 +133,7 @@ class Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, one: Tensor, other: Tensor) -> Tensor:
-        """A tensor of the shape of both, one below the other."""
+        """A stand-in of the shape of both weights, one below the other."""
         ctx.rows = len(one)
         return one.new_empty(1).expand(len(one) + len(other), one.shape[1])
 

@@ -276,7 +276,7 @@ def geometry_of(
 
 
 def spread(value: int | Sizes, count: int) -> Sizes:
-    """A number for each dimension."""
+    """The value for each of ``count`` dimensions."""
     if type(value) is tuple and len(value) == count:
         return value
     if isinstance(value, int):

@@ -20,7 +20,7 @@ def shorten_messages(module: ModuleType) -> None:
         return
 
     def operator_str(target: Any, args: Any, kwargs: Any) -> str:
-        """The text about an op."""
+        """The text of a message about an op."""
         if str(target).startswith("torchkiln."):
             return f"  target: {target}"
         return str(usual(target, args, kwargs))

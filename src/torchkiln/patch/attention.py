@@ -28,7 +28,7 @@ from torchkiln.patch.source.positions import rewrite_positions
 from torchkiln.patch.source.text import definition
 
 NAME = "torchkiln"
-"""The registered ``attn_implementation``."""
+"""The name of the implementation, for ``attn_implementation``."""
 
 MARK = "_kiln_attention"
 """The attribute of a model whose pickle registers the implementation again."""
@@ -41,7 +41,7 @@ class Route(NamedTuple):
     """The models below a model that share a config, the outermost one first."""
 
     name: str
-    """The name in the report."""
+    """The name of the outermost model, for the report."""
     models: tuple[nn.Module, ...]
     config: Any
     reason: str
@@ -59,7 +59,7 @@ REGISTRATION = Registration()
 
 
 def _restore_attention() -> Registration:
-    """Registers the implementation with transformers."""
+    """Registers the implementation with transformers, and returns the marker of models."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: PLC0415
     from transformers.masking_utils import AttentionMaskInterface  # noqa: PLC0415
     from transformers.modeling_utils import AttentionInterface  # noqa: PLC0415

@@ -133,7 +133,7 @@ def leaves_without_parameters(module: nn.Module) -> list[nn.Module]:
 
 
 def made(plans: Iterable[tuple[Replacement, nn.Module, Plan]]) -> Iterator[Candidate]:
-    """The plans for which a class can be made; the other rows get the reason."""
+    """The plans for which a class can be made; rows of other plans get the reason."""
     for row, module, plan in plans:
         try:
             made_class(type(module), plan)

@@ -179,7 +179,7 @@ def rows_of(x: Tensor) -> Any:
 
 
 def gains(rows: Any, weight: Tensor) -> bool:
-    """Whether a product of so many rows takes less time in FP8, with its quantisations."""
+    """Whether a product of ``rows`` rows takes less time in FP8, with its quantisations."""
     least = least_rows(weight.shape[0], weight.shape[1])
     if least is None or not is_compiling():
         return least is not None and bool(rows >= least)

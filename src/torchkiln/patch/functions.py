@@ -121,7 +121,7 @@ class Calls(OpNames):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Runs an op."""
+        """Runs an op and records its name."""
         name = func._schema.name.partition("::")[2]
         at = {"eq": 1, "ne": 1, "nll_loss_forward": 4}.get(name)
         if at is not None and not is_ignored(args[at]):
@@ -255,7 +255,7 @@ def file_of(value: type) -> str:
 
 
 def depends(function: FunctionType) -> str:
-    """Why a function may differ in calls that are not compared: numbers that it reads or names."""
+    """The reason why other calls may differ: numbers or names that the function reads; or ""."""
     for code in codes_of(function):
         for number in code.co_consts:
             if isinstance(number, int) and abs(number) > LARGEST and number != IGNORED:

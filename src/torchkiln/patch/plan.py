@@ -30,9 +30,10 @@ class Plan(ABC):
     rounds_alike: ClassVar[bool] = True
     """Whether the op rounds large tensors in the same way as the small ones of a comparison."""
     is_timed: ClassVar[bool] = True
-    """Whether a repeated call of the module alone shows the time of the new forward."""
+    """Whether the time of the new forward shows if the module's call is repeated outside of the
+    model."""
     saved_as: ClassVar[str]
-    """The name in pickles."""
+    """The name of the class in pickles."""
     version: ClassVar[int] = 1
     """Version of the settings in pickles; increased when their meaning changes."""
 
@@ -47,7 +48,7 @@ class Plan(ABC):
 
     @classmethod
     def loaded(cls, settings: dict[str, Any]) -> Plan:
-        """The plan with these settings."""
+        """The plan with these settings from a pickle."""
         return cls(**settings)
 
     @abstractmethod
@@ -56,7 +57,7 @@ class Plan(ABC):
 
     @abstractmethod
     def forward(self, module: Any, *args: Any, **options: Any) -> Any:
-        """The new forward."""
+        """Computes the new forward of a module."""
 
     def class_name(self, original: type[nn.Module]) -> str:
         """The name of the class with the new forward."""

@@ -18,7 +18,7 @@ HEAD = ("modules", "was", "now", "same", "error from float64", "us was -> now", 
 
 @dataclass
 class Replacement:
-    """The outcome for one module."""
+    """The outcome for one module or function: a row of the report."""
 
     name: str
     """The path in the model, ``loss_function``, or the name in a Python module."""
@@ -29,7 +29,7 @@ class Replacement:
     """The call of the new forward; empty if there is none."""
     outcome: Literal["replaced", "would replace", "kept"] = "kept"
     reason: str = ""
-    """The reason to leave the module alone, or to leave a replaced one in its precision."""
+    """The reason to keep the module's forward, or to keep the precision of a replaced module."""
     bitwise: bool | None = None
     """Whether both results are bitwise equal in the module's dtype; None if not compared."""
     dtype: str = ""

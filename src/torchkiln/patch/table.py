@@ -58,7 +58,7 @@ Table = Mapping[tuple[str, str], list[Timed]]
 
 @cache
 def read(path: Path) -> Table:
-    """The table in a file."""
+    """The table of times in a file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["schema"] != SCHEMA:

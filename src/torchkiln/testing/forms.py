@@ -197,6 +197,6 @@ def in_place(function: Callable[..., Tensor]) -> Make:
 
 
 def with_forms(parent: OpSpec, *forms: Make | OpSpec) -> OpSpec:
-    """The spec with these forms."""
+    """The spec of an op with the specs of its forms."""
     made = (form(parent) if callable(form) else form for form in forms)
     return replace(parent, forms=tuple(made))

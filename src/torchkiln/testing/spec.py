@@ -77,7 +77,7 @@ class Derived:
     spec: OpSpec | None = field(default=None, repr=False)
 
     def __call__(self, *args: Any) -> Any:
-        """The value for these arguments."""
+        """The value of the field for these arguments."""
         return self.function(self.spec, *args)
 
 
@@ -232,7 +232,7 @@ class OpSpec:
     def typical(
         self, device: torch.device, dtype: torch.dtype, requires_grad: bool = False
     ) -> Sample:
-        """The first sample."""
+        """The typical sample of the op, which is the first."""
         return next(self.samples(device, dtype, requires_grad))
 
     def leaves(self, sample: Sample, only: tuple[int, ...] | None = None) -> Sample:

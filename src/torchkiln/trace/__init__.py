@@ -134,7 +134,7 @@ def _part(events: Any, device: torch.device, least: int, operations: int | None)
 
 
 def _ceiling(count: int, device: torch.device) -> float | None:
-    """Seconds that a copy takes to move as many bytes."""
+    """Seconds that a copy takes to move ``count`` bytes."""
     from torchkiln.bench.clock import Times, device_clock, in_turns  # noqa: PLC0415
     from torchkiln.bench.roofline import COPY, Work, ceilings  # noqa: PLC0415
 

@@ -18,7 +18,7 @@ class KernelLaunch:
     variant: str = ""
     """Template arguments: the types and numbers that the kernel was compiled for."""
     access: str = ""
-    """How it accesses memory, if that can be derived from its name."""
+    """The way in which it accesses memory, if that can be derived from its name."""
     vector_bytes: int | None = None
     """Bytes per access to memory."""
     items: int | None = None
@@ -100,7 +100,7 @@ class Part:
     """Ops of torchkiln that the dispatcher called, in order."""
     steps: tuple[KernelLaunch | Step, ...]
     notes: tuple[str, ...]
-    """Reasons, reported by the ops."""
+    """Reasons for the route, reported by the ops."""
     allocated: int
     """Bytes allocated, results included."""
     bytes: int
@@ -108,7 +108,7 @@ class Part:
     operations: int | None
     """Arithmetic operations, if the op's spec counts them."""
     ceiling: float | None
-    """Seconds of a copy of as many bytes on this machine."""
+    """Seconds of a copy of these bytes on this machine."""
 
     @property
     def kernels(self) -> tuple[KernelLaunch, ...]:
@@ -123,7 +123,7 @@ class Part:
 
 @dataclass(frozen=True, repr=False)
 class Explanation(Report):
-    """One call, as it ran."""
+    """One call as it ran: its forward and, if gradients are needed, its backward."""
 
     schema: ClassVar[str] = "torchkiln.explain/1"
 

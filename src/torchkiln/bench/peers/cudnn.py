@@ -214,7 +214,7 @@ def rms_norm(
     *,
     offset: float = 0.0,
 ) -> Tensor:
-    """RMS norm with a weight."""
+    """RMS norm with a weight and no bias."""
     if offset != 0:
         raise Refused("has no offset")
     return norm(runner, x, normalized_shape, weight, None, epsilon(x, eps), centered=False)

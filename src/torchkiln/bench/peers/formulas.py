@@ -32,7 +32,7 @@ def logp_of_sequence(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def entropy_of_rows(logits: Tensor) -> Tensor:
-    """The entropies of some rows."""
+    """The entropy of each row of logits."""
     logs = F.log_softmax(logits, -1)
     return -(logs.exp() * logs).sum(-1)
 

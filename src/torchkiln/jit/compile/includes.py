@@ -62,7 +62,7 @@ class Scan:
     """The text of each file. Bytes that are not UTF-8 become surrogates, so that different files
     have different texts."""
     names: set[str] = field(default_factory=set)
-    """The names in all directives."""
+    """The names of files in all directives."""
     is_complete: bool = True
     """False if only a compiler can find all files. Then the cache is not used."""
 

@@ -42,7 +42,7 @@ TOO_DEEP = (
 
 
 class Node:
-    """A part of a formula."""
+    """A part of a formula: a name, a number or a call."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Name(Node):
 
 @dataclass(frozen=True)
 class Number(Node):
-    """A constant."""
+    """A constant of a formula."""
 
     value: float
 

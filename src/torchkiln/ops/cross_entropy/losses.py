@@ -26,7 +26,7 @@ _register_namedtuple(CrossEntropyOutput, serialized_type_name="torchkiln.CrossEn
 
 
 class LossOptions(TypedDict, total=False):
-    """Options of all losses."""
+    """The options that all losses have."""
 
     ignore_index: int
     reduction: Reduction

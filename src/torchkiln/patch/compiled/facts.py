@@ -91,8 +91,8 @@ class Facts:
         }
         """Memory that the graph changes in place."""
         self.states: dict[fx.Node, tuple[int, frozenset[str]]] = {}
-        """How many calls up to a node compute nothing, and the types of devices for which autocast
-        is on."""
+        """The number of calls up to a node that compute nothing, and the types of devices for which
+        autocast is on."""
         on = [(name, torch.is_autocast_enabled(name)) for name in ("cpu", "cuda")]
         entered: dict[Any, tuple[str, bool]] = {}
         count = 0

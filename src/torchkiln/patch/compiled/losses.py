@@ -17,7 +17,7 @@ from torchkiln.patch.source.loss_calls import fits
 SIGNATURE = inspect.signature(F.cross_entropy)
 
 VIEWS = ("view", "reshape", "contiguous")
-"""Methods that keep the rows of logits in their order, if the last size stays."""
+"""Methods that keep the order of the rows of logits, if the last size is unchanged."""
 
 CASTS = ("float", "to")
 

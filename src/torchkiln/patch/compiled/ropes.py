@@ -159,7 +159,7 @@ def has_columns(form: Form, *angles: fx.Node) -> bool:
 
 
 def doubled(node: Any) -> str:
-    """How the columns of an angle are doubled; empty if the graph does not show it."""
+    """The equal columns of an angle, as in :class:`Form`; empty if the graph does not show it."""
     while isinstance(node, fx.Node) and name_of(node) in ELEMENTWISE:
         first, *others = node.args
         is_number = name_of(node) != "mul" or isinstance(others[0], (int, float))

@@ -34,7 +34,7 @@ UNSEEN = (
     *("retains_grad", "output_nr", "is_inference", "is_contiguous", "storage_offset"),
     *("is_meta", "get_device"),
 )
-"""Attributes whose changes no trace shows: a forward that reads them is left alone."""
+"""Attributes whose changes no trace shows: a forward that reads them is not replaced."""
 
 FACTS = ("dtype", "ndim", "dim", "is_floating_point", "is_complex")
 """Properties of a tensor that a forward may branch on: the recorded calls vary them."""

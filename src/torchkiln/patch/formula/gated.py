@@ -31,7 +31,7 @@ OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "geglu_tanh": lambda gate, up: geglu(gate, up, "tanh"),
 }
 ACTS: dict[str, Gate] = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
-"""The activation of each op."""
+"""The activation of the gate in each op."""
 
 HIDDEN = 24
 """Width between the projections of a recorded call."""

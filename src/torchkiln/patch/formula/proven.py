@@ -28,7 +28,7 @@ class ProvenPlan(Plan):
 
     @classmethod
     def loaded(cls, settings: dict[str, Any]) -> Plan:
-        """The plan with these settings."""
+        """The plan with these settings from a pickle."""
         proof = None if settings["proof"] is None else Proof(*settings["proof"])
         reads = Reads.loaded(settings["reads"])
         return super().loaded({**settings, "proof": proof, "reads": reads})

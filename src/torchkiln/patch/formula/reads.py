@@ -68,13 +68,13 @@ class Reads:
 
     @classmethod
     def loaded(cls, settings: dict[str, Any]) -> Reads:
-        """The conditions with these settings."""
+        """The conditions with these settings from a pickle."""
         numbers = settings["numbers"]
         values = ((p, AnyNumber if p in numbers else value) for p, value in settings["values"])
         return cls(tuple(values), settings["parts"])
 
     def __add__(self, other: Reads) -> Reads:
-        """The conditions of both."""
+        """The conditions of both operands."""
         return Reads((*self.values, *other.values), (*self.parts, *other.parts))
 
     def below(self, name: str) -> Reads:
@@ -92,7 +92,7 @@ class Reads:
 
 
 def found(owner: Any, path: Path) -> Any:
-    """The value at a path."""
+    """The value at a path of attributes; MISSING if there is none."""
     if path[0] == GLOBALS:
         return getattr(sys.modules.get(path[1]), path[2], MISSING)
     for name in path:

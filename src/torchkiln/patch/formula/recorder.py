@@ -49,9 +49,9 @@ class Recorder(DispatchMode):
         """Addresses of memory that the call must not change."""
         self.is_paused = False
         self.numbers: set[float] = {0.0}
-        """All constants that were added."""
+        """All constants that the call added."""
         self.names: set[str] = set()
-        """The ops that were called."""
+        """The names of the ops that were called."""
 
     def add(
         self, tensor: Tensor, name: str, dims: Sequence[Dim], *, overwrites: bool = False

@@ -49,7 +49,7 @@ def power(recorder: Recorder, args: Any, _: Any, __: Any) -> Value:
 
 
 def unary(recorder: Recorder, name: str, args: Any, options: dict[str, Any]) -> Value:
-    """An elementwise function."""
+    """The rule of an elementwise function of one tensor."""
     x = recorder.value(args[0])
     more = {k: v for k, v in options.items() if k == "approximate"}
     if len(args) > 1 or options.keys() - more.keys():
@@ -84,14 +84,14 @@ def reduced(
 
 
 def mean(recorder: Recorder, args: Any, options: dict[str, Any], result: Tensor) -> Value:
-    """``mean(x, dims, keepdim)``."""
+    """The rule of ``mean(x, dims, keepdim)``."""
     keepdim = options.get("keepdim", len(args) > 2 and args[2])
     x, axis, dims = reduced(recorder, args[0], args[1], keepdim, result)
     return Value(terms.mean(x.expression, axis), dims)
 
 
 def total(recorder: Recorder, args: Any, options: dict[str, Any], result: Tensor) -> Value:
-    """``sum(x, dims, keepdim)``."""
+    """The rule of ``sum(x, dims, keepdim)``."""
     value = mean(recorder, args, options, result)
     return replace(value, expression=value.expression.scaled(args[0].shape[-1]))
 
@@ -112,14 +112,14 @@ def spread(recorder: Recorder, args: Any, options: dict[str, Any], result: Any) 
 
 
 def deviation(recorder: Recorder, args: Any, options: dict[str, Any], result: Tensor) -> Value:
-    """The root of the variance."""
+    """The rule of ``std``: the root of the variance."""
     variance, _ = spread(recorder, args, options, result)
     found: Value = replace(variance, expression=terms.power(variance.expression, 0.5))
     return found
 
 
 def length(recorder: Recorder, args: Any, options: dict[str, Any], result: Tensor) -> Value:
-    """The Euclidean norm of rows."""
+    """The rule of ``linalg_vector_norm``: the Euclidean norm of rows."""
     given = [*args[1:], *(2, None, False)[len(args) - 1 :]]
     order, dims, keepdim = given[:3]
     if order != 2 or options.keys() - {"dtype"}:
@@ -157,7 +157,7 @@ def layer_norm(recorder: Recorder, args: Any, _: Any, __: Any) -> Any:
 
 
 def rms_norm(recorder: Recorder, args: Any, _: Any, result: Any) -> Any:
-    """``_fused_rms_norm``."""
+    """The rule of ``_fused_rms_norm``."""
     x, shape, weight, eps = args
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     found = normalized(recorder, (x, shape, weight, None, eps), centered=False)
@@ -165,7 +165,7 @@ def rms_norm(recorder: Recorder, args: Any, _: Any, result: Any) -> Any:
 
 
 def multiply_add(recorder: Recorder, args: Any, options: dict[str, Any], _: Any) -> Value:
-    """``addcmul``."""
+    """The rule of ``addcmul``."""
     c, a, b = map(recorder.value, args[:3])
     dims = recorder.axes.broadcast(recorder.axes.broadcast(a.dims, b.dims), c.dims)
     product = (a.expression * b.expression).scaled(options.get("value", 1))
@@ -173,20 +173,20 @@ def multiply_add(recorder: Recorder, args: Any, options: dict[str, Any], _: Any)
 
 
 def threshold(recorder: Recorder, args: Any, options: dict[str, Any], _: Any) -> Value:
-    """``threshold(x, 0, 0)`` is ``relu(x)``."""
+    """The rule of ``threshold(x, 0, 0)``, which is ``relu(x)``."""
     if any(args[1:]):
         raise NoFormulaError("it has a threshold")
     return unary(recorder, "relu", args[:1], options)
 
 
 def viewed(recorder: Recorder, args: Any, _: Any, result: Tensor) -> Value:
-    """A tensor of another shape."""
+    """The rule of views: a tensor of another shape."""
     x = recorder.value(args[0])
     return replace(x, dims=recorder.axes.viewed(x.dims, result.shape))
 
 
 def permuted(recorder: Recorder, args: Any, _: Any, __: Tensor) -> Value:
-    """``permute``, ``transpose``, ``t``."""
+    """The rule of ``permute``, ``transpose`` and ``t``."""
     x = recorder.value(args[0])
     rank = len(x.dims)
     given = args[1] if len(args) == 2 else args[1:]

@@ -52,7 +52,7 @@ class Expression:
 
     @functools.cached_property
     def key(self) -> Key:
-        """The normal form."""
+        """The normal form, which equal expressions share."""
         pairs = ((p, float(f"{c:.{DIGITS - 1}e}")) for p, c in self.products.items())
         return tuple(sorted(pairs, key=lambda pair: order(pair[0])))
 
@@ -195,7 +195,7 @@ def sigmoid(x: Expression) -> Expression:
 
 
 def tanh(x: Expression) -> Expression:
-    """``2 s(2 x) - 1``."""
+    """``tanh(x) = 2 s(2 x) - 1`` with the sigmoid s."""
     return sigmoid(x.scaled(2.0)).scaled(2.0) - number(1.0)
 
 
@@ -213,7 +213,7 @@ def relu(x: Expression) -> Expression:
 
 
 def exp(x: Expression) -> Expression:
-    """The exponential."""
+    """The exponential function of an expression."""
     return single(("exp", x.key))
 
 

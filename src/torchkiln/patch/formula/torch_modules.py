@@ -90,7 +90,7 @@ class TorchModule(Plan):
 
     @property
     def kind(self) -> str:  # type: ignore[override]
-        """The kind of the op."""
+        """The kind of replacement, as in the argument ``only``."""
         return ENTRIES[self.original].kind
 
     def __str__(self) -> str:

@@ -28,7 +28,7 @@ WIDTHS = (64, 48)
 
 
 class Situation(NamedTuple):
-    """How a module is called."""
+    """A rank, width, dtype and mode in which a module is called."""
 
     rank: int
     width: int
@@ -37,13 +37,13 @@ class Situation(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of an input."""
+        """The shape of an input in this situation."""
         return (*SIZES[self.training][: self.rank - 1], self.width)
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A recorded call."""
+    """The outcome of recording a call: its expression, and the ops that ran."""
 
     situation: Situation
     result: Value | None = None
@@ -77,12 +77,12 @@ class Trace:
 
     @property
     def numbers(self) -> list[float]:
-        """The constants that calls add."""
+        """The constants that the calls add, sorted."""
         return sorted(frozenset().union(*(call.numbers for call in self.calls)))
 
     @property
     def reason(self) -> str:
-        """Why a call has no expression."""
+        """The reason why a call has no expression."""
         return next((call.reason for call in self.calls if call.reason), "")
 
     def proof(
@@ -208,7 +208,7 @@ class Tracer:
         return Trace(self.reader.reads(), calls)
 
     def call(self, situation: Situation) -> Traced:
-        """One recorded call."""
+        """Record one call of the module."""
         recorder = Recorder([situation.dtype])
         stub = self.stub(recorder, situation)
         module, parameters = copied(self.module, self.reader, situation.dtype, stub)

@@ -90,7 +90,7 @@ class FusedForward(Plan):
 
     @classmethod
     def loaded(cls, settings: dict[str, Any]) -> Plan:
-        """The plan with these settings."""
+        """The plan with these settings from a pickle."""
         names = tuple(
             (name, module or FUNCTIONS[path].__module__, path)
             for name, module, path in settings["names"]
@@ -136,7 +136,7 @@ class TracedForward(NamedTuple):
 
     graph: fx.Graph
     arguments: int
-    """The number of arguments."""
+    """The number of arguments of the forward."""
     reads: Reads
 
 

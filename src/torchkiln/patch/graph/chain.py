@@ -121,7 +121,7 @@ def function_of(op: str, target: Any, options: tuple[tuple[str, Any], ...]) -> s
         """A module that calls the function."""
 
         def forward(self, x: Tensor) -> Any:
-            """The result."""
+            """The result of the called function."""
             return target(x, **dict(options))
 
     found = computed(Called(), overwrites=True)

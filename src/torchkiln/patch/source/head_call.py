@@ -75,7 +75,7 @@ def modes_of(kind: str) -> Modes:
 
 
 def within(kind: str, modes: Modes) -> AbstractContextManager[None]:
-    """A context with these modes."""
+    """A context with these modes, which does nothing if they are on already."""
     return nullcontext() if modes == modes_of(kind) else switched(kind, *modes)
 
 
@@ -83,7 +83,7 @@ def within(kind: str, modes: Modes) -> AbstractContextManager[None]:
 def switched(
     kind: str, has_grad: bool, is_inference: bool, cast: torch.dtype | None
 ) -> Iterator[None]:
-    """A context with other modes."""
+    """A context that switches to these modes."""
     with (
         torch.inference_mode(is_inference),
         torch.set_grad_enabled(has_grad),

@@ -61,7 +61,7 @@ class Waiting(OrderedDict[str, Any]):
         return output
 
     def _read_all(self) -> Any:
-        """The output, with all tensors."""
+        """The output, with all logits computed."""
         return self._read(list(self))
 
     def __getitem__(self, key: Any) -> Any:

@@ -156,7 +156,7 @@ class Rewritten(Plan):
 
 
 class Rewrites:
-    """Finds the modules whose forward is rewritten, given the other replacements."""
+    """Finds the modules whose forward is rewritten, given all other replacements."""
 
     def __init__(
         self,
@@ -274,7 +274,7 @@ class Rewrites:
         return [n for n, m in children.items() if not self.quantized.isdisjoint(m.modules())]
 
     def acts(self, children: dict[str, nn.Module]) -> dict[str, str]:
-        """The activations."""
+        """The activations that modules compute, by name of the module."""
         given = {n: act_to_be(m, self.matches.get(m, (None, None))[1]) for n, m in children.items()}
         return {name: act for name, act in given.items() if act is not None}
 

@@ -37,7 +37,7 @@ class SharedInput(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
-        """The outputs of :func:`torch.nn.functional.linear`."""
+        """The outputs of the layers, as by :func:`torch.nn.functional.linear`."""
         count = len(parameters) // 2
         weights: Any = parameters[:count]
         # As in torch, the input is kept for weight gradients only; otherwise it may be changed.

@@ -61,7 +61,7 @@ def sleeps(where: Where) -> Iterator[int]:
 def forward_and_backward(
     spec: OpSpec, sample: Sample, grads: Grads
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Outputs and gradients of leaves."""
+    """Outputs of a call, and the gradients of its leaves."""
     results = outputs(sample.call(spec.op))
     inputs = [sample.args[i] for i in spec.wanted(sample)]
     return results, gradients(results, inputs, grads)

@@ -52,7 +52,7 @@ def new_memory_is_nan() -> Iterator[None]:
 
 
 def forward_and_backward(spec: OpSpec, sample: Sample) -> tuple[Tensor, ...]:
-    """Outputs and gradients of leaves."""
+    """Outputs of a call, and the gradients of its leaves."""
     leaves = spec.leaves(sample)
     results = outputs(leaves.call(spec.op))
     inputs = leaves.take(spec.wanted(leaves))

@@ -15,7 +15,7 @@ def _order(spec: OpSpec) -> int:
 
 
 def _family(module: str) -> tuple[OpSpec, ...]:
-    """The specs of a module."""
+    """The specs that a module of this folder defines."""
     values = vars(import_module(f"{__name__}.{module}")).values()
     return tuple(sorted({value for value in values if isinstance(value, OpSpec)}, key=_order))
 

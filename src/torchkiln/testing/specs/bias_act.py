@@ -34,7 +34,7 @@ def away_from_zero(x: Tensor, bias: Tensor, scale: float) -> Tensor:
     where the sum nearly cancels.
     """
     direction = torch.where(bias.double() < 0, -1.0, 1.0) * (1 if scale >= 0 else -1)
-    # Every third element of x has the other sign, and is larger than the bias.
+    # Every third element of x has the opposite sign of the bias, and is larger than it.
     third = torch.arange(x.numel(), device=x.device).reshape(x.shape) % 3 == 0
     outdone = -(2 * bias.double().abs() / abs(scale) + x.double().abs() + 0.25)
     return (direction * torch.where(third, outdone, x.double().abs() + 0.25)).to(x.dtype)
@@ -70,7 +70,7 @@ def bias_act_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample
 
 
 def bias_act_invalid(device: torch.device) -> Iterator[Invalid]:
-    """Shapes that do not match."""
+    """Calls with shapes of bias that do not match x."""
     x, bias = torch.ones(2, 4, device=device), torch.ones(4, device=device)
     good = GoodCall(torch.ops.torchkiln.bias_act.default, Sample("good", (x, bias)))
     words = "bias: got shape {}, expected [4], the last dimension of x"

@@ -102,7 +102,7 @@ def large(device: torch.device) -> Sample:
 
 
 def gated(name: str, act: str, module: Callable[..., nn.Module]) -> OpSpec:
-    """The contract of one gate."""
+    """The contract of one gated unit."""
     return OpSpec(
         op=getattr(ops, name),
         reference=partial(reference, act),

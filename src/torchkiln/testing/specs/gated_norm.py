@@ -78,7 +78,7 @@ class Arguments:
         return (self.mean(z * z) + self.eps).rsqrt()
 
     def scaled(self, n: Tensor) -> Tensor:
-        """The rows times the weight."""
+        """The rows times ``weight + offset``."""
         return n if self.weight is None else n * (self.weight.to(n.dtype) + self.offset)
 
     def value(self, passed: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def grown(sample: Sample) -> Sample:
 
 
 def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-    """Matrices and a weight."""
+    """A call with two matrices and a weight."""
     draw = partial(torch.randn, device=device, dtype=dtype)
     return Sample("bench", (draw(shape), draw(shape), shape[1:], draw(shape[1:])))
 

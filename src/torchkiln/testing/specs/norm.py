@@ -41,7 +41,7 @@ SMALL_SHAPES = tuple((rows, 4096) for rows in (1, 8, 64, 512))
 
 
 class Kind(NamedTuple):
-    """One of the four norms."""
+    """The properties of one of the four norms."""
 
     name: str
     centered: bool

@@ -182,7 +182,8 @@ def addcmul_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     for call in muladd_inputs(device, dtype):
         a, b, c = call.args
         tensors = all(isinstance(value, Tensor) and value.dtype == dtype for value in call.args)
-        # torch.addcmul takes one tensor on the CPU beside tensors on a GPU, muladd takes two.
+        # torch.addcmul takes at most one tensor on the CPU if others are on a GPU, muladd takes
+        # two.
         if tensors and sum(value.device != device for value in call.args) <= 1:
             yield replace(call, args=(c, a, b))
     a, b, c = (normal(name, (5, 7), device, dtype) for name in "abc")
@@ -219,7 +220,7 @@ def with_addcmul(parent: OpSpec) -> OpSpec:
 
 
 def addcmul_invalid(device: torch.device) -> Iterator[Invalid]:
-    """Shapes that do not broadcast."""
+    """A call with shapes that do not broadcast."""
     x = torch.ones(4, device=device)
     words = re.escape("torchkiln.muladd: b: got shape [3], expected one that broadcasts")
     yield Invalid("shape of tensor2", (x, x, x[:3]), RuntimeError, f"{words}.*")

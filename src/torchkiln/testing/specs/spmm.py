@@ -103,7 +103,7 @@ def dense(values: Tensor, crow: Tensor, col: Tensor, columns: int) -> Tensor:
 
 
 def reference(values: Tensor, b: Tensor, *, crow: Tensor, col: Tensor, **_: Any) -> Tensor:
-    """The product of dense matrices."""
+    """The product of the sparse matrix, made dense, with ``b``."""
     return dense(values, crow, col, b.shape[-2]) @ b
 
 

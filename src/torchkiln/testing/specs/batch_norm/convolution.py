@@ -162,7 +162,7 @@ CONV_BN_ACT = replace(
 
 
 def pixels(x: Tensor, weight: Tensor) -> Tensor:
-    """The results alone; tests/ops/test_conv_moments.py compares the moments."""
+    """The convolution without the moments; tests/ops/test_conv_moments.py compares those."""
     y: Tensor = torch.ops.torchkiln._pixel_conv.default(x, weight)[0]
     return y
 

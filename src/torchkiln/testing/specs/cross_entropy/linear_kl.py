@@ -66,7 +66,7 @@ class Layer(NamedTuple):
 
     @property
     def logs(self) -> Tensor:
-        """The logarithms of the probabilities."""
+        """The logarithms of the layer's probabilities."""
         return torch.log_softmax(self.logits, -1)
 
     def errors(self, temperature: float) -> Tensor:
@@ -87,7 +87,7 @@ def layers(args: tuple[Any, ...], temperature: float) -> tuple[Layer, Layer]:
 
 
 def ratios(logs: Tensor, others: Tensor, share: float | None) -> Tensor:
-    """``log(own / other)``, or ``log(own / mixture)`` with this share of the other; 0 for 0."""
+    """``log(own / other)``, or ``log(own / mixture)`` with the other's ``share``; 0 for own = 0."""
     if share is not None:
         others = torch.logaddexp(logs + math.log(1 - share), others + math.log(share))
     return (logs - others).masked_fill(logs.exp() == 0, 0)
@@ -200,7 +200,7 @@ def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> S
 def bench_variants(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 ) -> Iterator[tuple[str, Sample]]:
-    """The divergence from a mixture."""
+    """The benchmark call with the divergence from a mixture."""
     call = bench(device, dtype, shape)
     yield "js", Sample("bench", call.args, {"direction": "js"})
 

@@ -51,7 +51,7 @@ def classes(logits: Tensor, ignored: int | None = None) -> Tensor:
 
 
 def probabilities(logits: Tensor) -> Tensor:
-    """A distribution for each row."""
+    """Random target probabilities for each row."""
     dim = 0 if logits.dim() == 1 else 1
     other = normal("target", logits.shape, logits.device, torch.float64)
     return torch.softmax(other, dim).to(logits.dtype)
@@ -217,7 +217,7 @@ def backward_traffic(sample: Sample) -> Traffic:
 
 
 def module(device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """A module with weights."""
+    """A loss module with class weights."""
     weight = normal("weight", (10,), device, dtype).abs() + 0.1
     return torchkiln.nn.CrossEntropyLoss(weight, label_smoothing=0.1, z_loss=0.01)
 

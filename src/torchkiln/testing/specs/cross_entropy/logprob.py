@@ -193,7 +193,7 @@ def wrong_targets(good: GoodCall, name: str, x: Tensor) -> Iterator[Invalid]:
 
 
 def wrong_temperatures(good: GoodCall) -> Iterator[Invalid]:
-    """Numbers that cannot divide logits."""
+    """Calls with numbers that cannot divide logits."""
     for temperature in (0.0, -1.0, math.inf, math.nan):
         words = f"temperature: got {temperature:g}, expected a finite number greater than 0"
         yield good.changed(words, ValueError, temperature=temperature)

@@ -101,7 +101,7 @@ def linear_sample(
     has_bias: bool = True,
     has_residual: bool = False,
 ) -> Sample:
-    """A call of ``features`` outputs."""
+    """A call of a layer with ``features`` outputs."""
     terms = x.shape[-1]
     weight = normal("weight", (features, terms), x.device, torch.float64) / max(terms, 1) ** 0.5
     bias = normal("bias", (features,), x.device, bias_dtype or x.dtype) if has_bias else None
@@ -230,7 +230,7 @@ def linear_backward_traffic(sample: Sample) -> Traffic:
 
 
 def linear_invalid(device: torch.device) -> Iterator[Invalid]:
-    """Shapes that do not match."""
+    """Calls with shapes that do not match."""
     x, weight = torch.ones(2, 4, device=device), torch.ones(3, 4, device=device)
     good = GoodCall(torch.ops.torchkiln.linear.default, Sample("good", (x, weight)))
     yield good.changed(f"x: {FLAT}", x=x[0, 0])

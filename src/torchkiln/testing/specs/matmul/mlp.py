@@ -212,7 +212,7 @@ def gate_rounded_once(act: str, z: Tensor) -> Tensor:
 
 
 def invalid(name: str, device: torch.device) -> Iterator[Invalid]:
-    """Weights that do not match."""
+    """Calls with weights that do not match."""
     up_name = "up_weight" if name == "mlp" else "gate_up_weight"
     x, up = torch.ones(2, 4, device=device), torch.ones(6, 4, device=device)
     hidden = 6 if name == "mlp" else 3
