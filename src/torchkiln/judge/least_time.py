@@ -57,7 +57,7 @@ def needed_bytes(problem: Problem, sample: Sample) -> tuple[int, int]:
 
 
 class LargestProduct(TorchDispatchMode):
-    """Operations of the largest product of two arguments."""
+    """Counts the operations of the largest product of two arguments."""
 
     def __init__(self, known: set[int], most: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

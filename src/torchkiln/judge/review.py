@@ -25,7 +25,7 @@ WASTED = 0.1
 
 
 class Record(TorchDispatchMode):
-    """The ATen ops of a call: what each reads and writes."""
+    """Records the ATen ops of a call: what each reads and writes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

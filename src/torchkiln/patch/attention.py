@@ -34,7 +34,7 @@ MARK = "_kiln_attention"
 """The attribute of a model whose pickle registers the implementation again."""
 
 COMPARISONS = (ast.Compare, ast.Dict, ast.MatchValue)
-"""Expressions that choose by a value."""
+"""Kinds of expressions that can choose by a value."""
 
 
 class Route(NamedTuple):
@@ -269,14 +269,14 @@ def routed(
 
 
 def route(found: Route) -> Callable[[], None]:
-    """Routes the attention of models that share a config; returns the undo."""
+    """Routes the attention of models that share a config; returns a function that undoes it."""
     registration = _restore_attention()
     found.config._attn_implementation_internal = NAME
     for model in found.models:
         vars(model)[MARK] = registration
 
     def undo() -> None:
-        # otherwise the user has set another one since
+        # otherwise the user has set another implementation since
         if found.config._attn_implementation == NAME:
             found.config._attn_implementation_internal = "sdpa"
         for model in found.models:

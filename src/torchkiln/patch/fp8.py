@@ -49,7 +49,7 @@ added kernels."""
 
 CAPABILITY = (9, 0)
 CUDA_VERSION = (12, 9)
-"""The GPU and the CUDA in which torch multiplies blocks of E4M3 with a scale each."""
+"""The compute capability and the least CUDA version for products of scaled blocks of E4M3."""
 
 HEAD = "FP8 leaves outputs of the model alone, unless head='fp8'"
 
@@ -168,7 +168,7 @@ def device_of(weight: Tensor) -> torch.device:
 
 
 def least_rows(n: int, k: int) -> int | None:
-    """The number of rows from which a product with a weight ``[n, k]`` gains; None if never."""
+    """The least rows for which FP8 saves time, with a weight ``[n, k]``; None if never."""
     left = n * k - LEAST * (n + k)
     return -(-LEAST * n * k // left) if left > 0 else None
 
@@ -219,7 +219,7 @@ def outputs_in_fp8(x: Any, layers: tuple[Any, ...]) -> list[Any]:
 
 
 def can_share(layers: Sequence[Any], x: Any) -> bool:
-    """Whether layers that read x run in FP8, all of them, and do nothing else."""
+    """Whether all layers that read x run in FP8, and none of them has hooks."""
     if not is_quantizable(x) or not all(map(is_in_fp8, layers)):
         return False
     return all(takes(layer, x) for layer in layers)
@@ -231,7 +231,7 @@ def is_quantizable(x: Any) -> bool:
 
 
 def is_in_fp8(layer: Any) -> bool:
-    """Whether a call of a layer is a product in FP8, and nothing else."""
+    """Whether a layer is a product in FP8, and has no hooks."""
     return isinstance(plan_of(layer), LinearInFP8) and not has_hooks(layer)
 
 
@@ -256,7 +256,7 @@ def heads_of(model: nn.Module) -> set[nn.Module]:
 
 
 def why_not(layer: Any) -> str:
-    """The reason why a layer gains nothing, or cannot run in FP8; empty if it gains."""
+    """The reason why FP8 saves no time in a layer, or cannot run; empty if it saves time."""
     given = plain_parameters(layer)
     if given is None:
         return "its parameters are no plain tensors"

@@ -184,7 +184,7 @@ def make_class(original: type[nn.Module], plan: Plan) -> type[nn.Module]:
 
 
 def unseen_subclass(original: type[nn.Module], name: str, scope: dict[str, Any]) -> type[nn.Module]:
-    """A subclass that neither ``__init_subclass__`` nor the metaclass sees."""
+    """A subclass that is made without a call of ``__init_subclass__`` or the metaclass."""
     metaclass: Any = type(original)
     maker: Any = ABCMeta if issubclass(metaclass, ABCMeta) else type
     made: Any = maker.__new__(metaclass, name, (Unseen,), scope)

@@ -257,7 +257,7 @@ def tried(
 
 
 def checked_kinds(only: Iterable[Kind] | Kind | None) -> tuple[Kind, ...]:
-    """The kinds to replace."""
+    """The kinds to replace, all by default; ValueError for unknown ones."""
     kinds = KINDS if only is None else (only,) if isinstance(only, str) else tuple(only)
     for kind in kinds:
         if kind not in KINDS:

@@ -29,7 +29,7 @@ OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 Wanted = Callable[[str, Tensor], bool]
-"""Whether an op of torchkiln is to be used for such a tensor."""
+"""A function of an op's name and a tensor: whether to use torchkiln's op."""
 
 
 def name_of(node: fx.Node) -> str:

@@ -51,7 +51,7 @@ def rewrite(facts: Facts, wanted: Wanted) -> list[str]:
 
 
 def turned(node: fx.Node) -> Iterator[Turned]:
-    """Possible rotations that contain a call: the one that makes the turned half."""
+    """Possible rotations around a call of ``cat`` or ``stack``, which makes the turned half."""
     for x in before(node):
         given = tensor_of(x)
         if given is None:

@@ -36,7 +36,7 @@ class Activation(ProvenPlan):
         return self.op
 
     def fits(self, module: nn.Module, *args: object) -> bool:
-        """Whether this is a proven call."""
+        """Whether the formula is proven for this call."""
         return len(args) == 1 and self.takes(module, *args)
 
     def stays(self, *args: Any) -> bool:

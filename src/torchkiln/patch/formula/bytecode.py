@@ -24,7 +24,7 @@ CHANGES = (
 PURE: tuple[object, ...] = (
     *(len, isinstance, issubclass, getattr, hasattr, callable, abs, sum, iter, any, all, pow),
 )
-"""Functions of Python that only look at their arguments."""
+"""Functions of Python that read their arguments and change nothing."""
 
 LITERALS = ("BUILD_LIST", "BUILD_SET", "BUILD_MAP", "BUILD_TUPLE", "LIST_EXTEND", "SET_UPDATE")
 """The last instruction of a list, set, dict or tuple that the code writes out."""

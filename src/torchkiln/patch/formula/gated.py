@@ -63,7 +63,7 @@ class Gated(ProvenPlan):
         return f"{self.op} between the projections"
 
     def fits(self, module: Any, *args: Any) -> bool:
-        """Whether this is a proven call."""
+        """Whether the formula is proven for this call."""
         if len(args) == 1 and type(args[0]) is Quantized:
             return True
         if len(args) != 1 or not self.takes(module, *args):

@@ -157,7 +157,7 @@ class Reader:
         return Reads(tuple(self.values.items()), tuple(self.parts.items()))
 
     def note(self, path: Path, value: Any) -> Any:
-        """Keep a value that was read; returns the value, a copy, or :class:`Held` for objects."""
+        """Record a value that was read; returns the value, a copy, or :class:`Held` for objects."""
         if isinstance(value, nn.Module) and not self.takes_tensors and not is_read(value):
             self.refuse(f"it calls {'.'.join(path)}, which is no submodule")
         if isinstance(value, (nn.Module, nn.Parameter, MethodType)):
@@ -179,7 +179,7 @@ class Reader:
         return value
 
     def note_globals(self, values: dict[tuple[str, str], Any]) -> None:
-        """Keep globals that functions could read, if they are plain values or importable."""
+        """Record globals that functions could read, if they are plain values or importable."""
         for path, value in values.items():
             if is_plain(frozen(value)) or is_importable(value):
                 self.values[GLOBALS, *path] = frozen(value)

@@ -67,7 +67,7 @@ class Recorder(DispatchMode):
         return tensor
 
     def set(self, tensor: Tensor, value: Value) -> None:
-        """Keep the expression of a tensor."""
+        """Record the expression of a tensor."""
         self.values[id(tensor)] = value
         self.kept.append(tensor)
 
@@ -118,7 +118,7 @@ class Recorder(DispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Ops in the block are not recorded."""
+        """A context in which ops are not recorded."""
         self.is_paused = True
         try:
             yield

@@ -90,7 +90,7 @@ Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
 
 
 class Prover:
-    """Runs a function under watch. ``rotate`` passes constants to ``function``."""
+    """Runs a function and watches its effects. ``rotate`` passes constants to ``function``."""
 
     def __init__(self, rotate: Rotate, function: FunctionType) -> None:
         self.rotate, self.function = rotate, function

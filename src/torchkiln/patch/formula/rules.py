@@ -40,7 +40,7 @@ def binary(
 
 
 def power(recorder: Recorder, args: Any, _: Any, __: Any) -> Value:
-    """A power with a constant exponent, or of a constant base."""
+    """The rule of a power with a constant exponent, or of a constant base."""
     base, exponent = recorder.value(args[0]), recorder.value(args[1])
     if exponent.expression.constant is None:
         raise NoFormulaError("its exponent is no number")
@@ -97,7 +97,7 @@ def total(recorder: Recorder, args: Any, options: dict[str, Any], result: Tensor
 
 
 def spread(recorder: Recorder, args: Any, options: dict[str, Any], result: Any) -> Any:
-    """``var``, ``std`` and ``var_mean`` with a correction."""
+    """The rule of ``var``, ``std`` and ``var_mean`` with a correction."""
     keepdim = options.get("keepdim", False)
     first = result[0] if isinstance(result, tuple) else result
     x, axis, dims = reduced(recorder, args[0], args[1], keepdim, first)
@@ -200,7 +200,7 @@ def permuted(recorder: Recorder, args: Any, _: Any, __: Tensor) -> Value:
 
 
 def unsqueezed(recorder: Recorder, args: Any, _: Any, result: Tensor) -> Value:
-    """A new dimension of size 1."""
+    """The rule of ``unsqueeze``: a new dimension of size 1."""
     x = recorder.value(args[0])
     dims = list(x.dims)
     dims.insert(args[1] % result.dim(), ())
@@ -208,7 +208,7 @@ def unsqueezed(recorder: Recorder, args: Any, _: Any, result: Tensor) -> Value:
 
 
 def expanded(recorder: Recorder, args: Any, _: Any, result: Tensor) -> Value:
-    """``expand``: dimensions of size 1 become larger."""
+    """The rule of ``expand``: dimensions of size 1 become larger."""
     x = recorder.value(args[0])
     dims = [
         recorder.axes.expanded(size) if size > 1 and not dim else dim
@@ -220,7 +220,7 @@ def expanded(recorder: Recorder, args: Any, _: Any, result: Tensor) -> Value:
 
 
 def split(recorder: Recorder, args: Any, _: Any, result: Any) -> list[Value]:
-    """Equal parts of the last dimension of an input."""
+    """The rule of ``split``: equal parts of the last dimension of an input."""
     x = recorder.value(args[0])
     sizes = {part.shape[-1] for part in result}
     dim = (args[2] if len(args) > 2 else 0) % len(x.dims)
@@ -231,7 +231,7 @@ def split(recorder: Recorder, args: Any, _: Any, result: Any) -> list[Value]:
 
 
 def sliced(recorder: Recorder, args: Any, options: dict[str, Any], result: Tensor) -> Value:
-    """A half of the last dimension of an input; or all of a dimension."""
+    """The rule of ``slice``: a half of the last dimension of an input, or all of a dimension."""
     x = recorder.value(args[0])
     given: list[Any] = [*args[1:], *(0, None, None, 1)[len(args) - 1 :]]
     dim, start, _, step = given

@@ -120,11 +120,11 @@ class TorchModule(Plan):
         return stays(ENTRIES[self.original].op, *args, dim=1 if is_by_class else -1)
 
     def entry(self) -> Callable[..., Any]:
-        """The op with the attributes of the module."""
+        """The op as a function of the module and its arguments."""
         return ENTRIES[self.original].forward
 
     def forward(self, module: nn.Module, *args: Tensor) -> Any:
-        """The op with the attributes of the module."""
+        """The result of the op with the attributes of the module."""
         return self.entry()(module, *args)
 
 

@@ -162,7 +162,7 @@ Stub = Callable[[str, nn.Module], nn.Module | None]
 
 
 def situations(widths: Sequence[int]) -> Iterator[Situation]:
-    """All ways to call a module."""
+    """All situations in which a module is recorded."""
     for values in itertools.product(RANKS, widths, DTYPES, (True, False)):
         yield Situation(*values)
 

@@ -111,7 +111,7 @@ class Watch:
                 self.refuse(f"it calls {name_of(arg)}")
 
     def see(self, code: CodeType, scope: dict[str, Any]) -> None:
-        """Keep a function, and the contents of the containers among its globals."""
+        """Record a function, and the contents of the containers among its globals."""
         if code not in self.codes:
             self.codes[code] = scope
             values = [scope.get(name) for name in code.co_names]
@@ -137,7 +137,7 @@ class Watch:
         return "CALL" in dis.opname[code[at]]
 
     def refuse(self, reason: str) -> None:
-        """Keep a reason, and end the call before the effect."""
+        """Record a reason, and end the call before the effect."""
         if reason:
             self.reason = self.reason or reason
             raise NoFormulaError(reason)

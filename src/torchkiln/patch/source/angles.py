@@ -42,7 +42,7 @@ def noted(results: tuple[Any, Any], factors: str, *scales: Any) -> tuple[Any, An
 
 
 def forget(key: int, _: weakref.ref[Tensor]) -> None:
-    """Remove a tensor that is gone."""
+    """Remove the record of a tensor that was freed."""
     KNOWN.pop(key, None)
 
 
@@ -93,7 +93,7 @@ class Reader:
         self.returned: list[tuple[ast.Return, str]] = []
 
     def block(self, statements: list[ast.stmt]) -> bool:
-        """Read statements; whether none of them could change the variables in place."""
+        """Read statements; returns whether none could change the variables in place."""
         return all(map(self.statement, statements))
 
     def statement(self, node: ast.stmt) -> bool:

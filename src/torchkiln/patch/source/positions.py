@@ -51,7 +51,7 @@ def rewrite_positions(node: ast.FunctionDef, scope: Mapping[str, Any]) -> bool:
 
 
 def assignment(like: ast.stmt, value: ast.expr) -> ast.Assign:
-    """The assignment of a value to the new variable."""
+    """The assignment of a value to the variable :data:`GIVEN`."""
     made = ast.Assign([ast.Name(GIVEN, ast.Store())], value)
     return ast.fix_missing_locations(ast.copy_location(made, like))
 

@@ -19,7 +19,7 @@ from torchkiln.patch.source.rope_calls import RopeCall, rewrite_ropes
 from torchkiln.patch.source.text import definition
 
 UNKNOWN = "no module is known to make cos and sin that have each factor twice"
-"""The reason of a rotation that reads all columns of cos."""
+"""The reason to keep a rotation that reads all columns of cos."""
 
 
 class OfClass(NamedTuple):
@@ -115,7 +115,7 @@ def may_rotate(cls: type[nn.Module]) -> bool:
 
 
 def of_class(cls: type[nn.Module]) -> OfClass:
-    """The rotations and the angles of a class whose source is the running code."""
+    """The rotations and angles of a class, if its source compiles to the code that runs."""
     function = forward_of(cls)
     node = function if isinstance(function, str) else definition(function)
     if isinstance(function, str) or isinstance(node, str):

@@ -47,7 +47,7 @@ def sample(name: str, x: Tensor, bias: Tensor, scale: float, act: str) -> Sample
 
 
 def bias_act_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """All activations for one shape, all shapes for two activations, scales, mixed dtypes."""
+    """Calls with each activation, each shape for two of them, scales, and mixed dtypes."""
 
     def rows(*shape: int) -> tuple[Tensor, Tensor]:
         return normal("x", shape, device, dtype), normal("bias", shape[-1:], device, dtype)

@@ -49,7 +49,7 @@ EXCLUDED = {
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Shapes with probabilities, then calls that drop nothing or everything."""
+    """Calls with each shape and its probability, then calls that drop nothing or everything."""
     for seed, (name, (shape, p)) in enumerate(SHAPES.items()):
         pair = normal("x", shape, device, dtype), normal("residual", shape, device, dtype)
         yield Sample(name, (*pair, p), seed=seed)
@@ -139,7 +139,7 @@ def invalid(has_bias: bool, device: torch.device) -> Iterator[Invalid]:
 def bench(
     has_bias: bool, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 ) -> Sample:
-    """Two matrices of one shape, and a row for the bias."""
+    """A call with two matrices of one shape, and a row for the bias."""
     x, residual = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
     bias = [torch.randn(shape[1:], device=device, dtype=dtype)] if has_bias else []
     return Sample("bench", (x, *bias, residual, 0.1))

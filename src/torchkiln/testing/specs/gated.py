@@ -30,7 +30,7 @@ SHAPES: Mapping[str, tuple[int, ...]] = (
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Each shape as two tensors, and some shapes as one packed tensor."""
+    """Calls with each shape as two tensors, and with some shapes as one packed tensor."""
     for name, shape in SHAPES.items():
         gate = 2 * normal("gate", shape, device, dtype)
         up = normal("up", shape, device, dtype)
@@ -46,7 +46,7 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def invalid(name: str, device: torch.device) -> Iterator[Invalid]:
-    """Tensors that do not split into gate and up."""
+    """Calls with tensors that do not split into gate and up."""
     x = torch.ones(3, 7, device=device)
     good = GoodCall(getattr(torch.ops.torchkiln, name).default, Sample("good", (x[:, :6],)))
     split = "to be split into gate and up"
@@ -96,7 +96,7 @@ def gradient_magnitude(act: str, gate: Tensor, up: Tensor | None = None) -> Tens
 
 
 def large(device: torch.device) -> Sample:
-    """A matrix of more than 2**31 elements, and its first row expanded to the same shape."""
+    """A call with a matrix of more than 2**31 elements, and its first row expanded to it."""
     gate = large_matrix(device)
     return Sample("large", (gate, gate[:1].expand_as(gate)))
 

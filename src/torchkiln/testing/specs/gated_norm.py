@@ -158,7 +158,7 @@ def arguments(
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Every shape with the gate before and after the norm, then settings and mixed dtypes."""
+    """Calls with each shape, the gate before and after the norm; then settings and mixed dtypes."""
     # The default eps depends on the dtype, and the truth is computed in float64.
     options = {"eps": torch.finfo(torch.float32).eps}
     yield Sample("typical", arguments((6, 10), device, dtype), options)
@@ -208,13 +208,13 @@ def bench_variants(
 
 
 def large(device: torch.device) -> Sample:
-    """A matrix of more than 2**31 elements, which is x and the gate."""
+    """A call with a matrix of more than 2**31 elements as x and as gate."""
     x = large_matrix(device)
     return Sample("large", (x, x, x.shape[1:], cycle(x.shape[1], 127, device)))
 
 
 def invalid(device: torch.device) -> Iterator[Invalid]:
-    """Shapes that are not the last sizes of x, numbers out of range."""
+    """Calls with shapes that are not the last sizes of x, and with numbers out of range."""
     x, row = torch.ones(2, 3, 4, device=device), torch.ones(4, device=device)
     op = torch.ops.torchkiln.gated_rms_norm.default
     good = GoodCall(op, Sample("good", (x, x, (4,), row)))

@@ -222,7 +222,7 @@ def arguments(
 
 
 def inputs(kind: Kind, device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Every shape with all parameters, then fewer parameters, settings, and mixed dtypes."""
+    """Calls with each shape and all parameters, then fewer parameters, settings, mixed dtypes."""
     # The default eps of RMS norm depends on the dtype, and the truth is computed in float64, so all
     # calls except one pass eps.
     eps = {} if kind.centered else {"eps": torch.finfo(torch.float32).eps}
@@ -261,7 +261,7 @@ def grown(kind: Kind, sample: Sample) -> Sample:
 
 
 def bench(kind: Kind, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-    """A matrix and the parameters of the op."""
+    """A call with matrices and the parameters of the op."""
     draw = partial(torch.randn, device=device, dtype=dtype)
     rows, owned = [draw(shape) for _ in range(kind.first)], [draw(shape[1:]) for _ in kind.owned]
     return Sample("bench", (*rows, shape[1:], *owned))
@@ -270,7 +270,7 @@ def bench(kind: Kind, device: torch.device, dtype: torch.dtype, shape: tuple[int
 def bench_variants(
     kind: Kind, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 ) -> Iterator[tuple[str, Sample]]:
-    """Half precision inputs with float32 parameters, as in training with master weights."""
+    """The benchmark call in half precision with float32 parameters, as with master weights."""
     if dtype in (torch.float16, torch.bfloat16):
         *rows, columns = bench(kind, device, dtype, shape).args[: kind.first + 1]
         owned = (torch.randn(columns, device=device) for _ in kind.owned)
@@ -278,7 +278,7 @@ def bench_variants(
 
 
 def large(kind: Kind, device: torch.device) -> Sample:
-    """A matrix of more than 2**31 elements; the residual is a row expanded to the same shape."""
+    """A call on a matrix of more than 2**31 elements; the residual is a row of the same shape."""
     x = large_matrix(device)
     columns = x.shape[1]
     residual = [cycle(columns, 113, device).expand_as(x)] if kind.residual else []
@@ -294,7 +294,7 @@ def backward_traffic(kind: Kind, sample: Sample) -> Traffic:
 
 
 def invalid(kind: Kind, device: torch.device) -> Iterator[Invalid]:
-    """Shapes that are not the last sizes of x, numbers out of range, parameters of two dtypes."""
+    """Calls with shapes that are not the last sizes of x, numbers out of range, and two dtypes."""
     x, row = torch.ones(2, 3, 4, device=device), torch.ones(4, device=device)
     args = (*[x] * kind.first, (4,), *[row] * len(kind.owned))
     good = GoodCall(getattr(torch.ops.torchkiln, kind.name).default, Sample("good", args))

@@ -55,7 +55,7 @@ MULADD_SHAPES: Shapes = (
 
 
 def add_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Pairs of shapes, then pairs of dtypes."""
+    """Calls with each pair of shapes, then with pairs of dtypes."""
     for name, (left, right) in ADD_SHAPES.items():
         yield Sample(name, (normal("a", left, device, dtype), normal("b", right, device, dtype)))
     a = normal("a", (5, 9), device, dtype)
@@ -68,7 +68,7 @@ def add_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def muladd_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Triples of shapes, then of dtypes."""
+    """Calls with each triple of shapes, then with triples of dtypes."""
     for name, shapes in MULADD_SHAPES.items():
         pairs = zip("abc", shapes, strict=True)
         yield Sample(name, tuple(normal(key, shape, device, dtype) for key, shape in pairs))
@@ -100,7 +100,7 @@ def unpromotable(good: GoodCall, names: str, *cases: tuple[torch.dtype, ...]) ->
 
 
 def add_invalid(device: torch.device) -> Iterator[Invalid]:
-    """Dtypes that do not promote, shapes that do not broadcast."""
+    """Calls with dtypes that do not promote, and with shapes that do not broadcast."""
     x = torch.ones(4, device=device)
     good = GoodCall(torch.ops.torchkiln.add.default, Sample("good", (x, x)))
     yield from unpromotable(
@@ -116,7 +116,7 @@ def add_invalid(device: torch.device) -> Iterator[Invalid]:
 
 
 def muladd_invalid(device: torch.device) -> Iterator[Invalid]:
-    """Three dtypes that do not promote, shapes that do not broadcast."""
+    """Calls with three dtypes that do not promote, and with shapes that do not broadcast."""
     x, matrix = torch.ones(4, device=device), torch.ones(4, 4, device=device)
     good = GoodCall(torch.ops.torchkiln.muladd.default, Sample("good", (x, x, x)))
     yield from unpromotable(
@@ -149,7 +149,7 @@ def muladd_backward_traffic(sample: Sample) -> Traffic:
 
 
 def muladd_large(device: torch.device) -> Sample:
-    """A matrix of more than 2**31 elements, a row and a number."""
+    """A call with a matrix of more than 2**31 elements, a row and a number."""
     a = large_matrix(device)
     c = torch.tensor(3.0, device=device, dtype=a.dtype)
     return Sample("large", (a, 8 * cycle(a.shape[1], 241, device), c))

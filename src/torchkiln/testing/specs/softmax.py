@@ -41,7 +41,7 @@ def mask(key: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def inputs(log: bool, device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Shapes and dimensions, then scales and masks."""
+    """Calls with each shape and dimension, then with scales and masks."""
 
     def values(*shape: int) -> Tensor:
         return 2 * normal("x", shape, device, dtype)
@@ -77,7 +77,7 @@ def inputs(log: bool, device: torch.device, dtype: torch.dtype) -> Iterator[Samp
 
 
 def invalid(name: str, device: torch.device) -> Iterator[Invalid]:
-    """Masks of wrong shapes and dtypes, and causal calls with a wrong dimension."""
+    """Calls with masks of wrong shapes and dtypes, and causal calls with a wrong dimension."""
     x = torch.ones(2, 4, device=device)
     good = GoodCall(getattr(torch.ops.torchkiln, name).default, Sample("good", (x, 1)))
     expected = "expected one that broadcasts to [2, 4], the shape of x"

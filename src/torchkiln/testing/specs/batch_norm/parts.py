@@ -139,7 +139,7 @@ WINDOWS = ([3, 3], [2, 2], [1, 1])
 
 
 def pool_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Images with adjacent channels in whole vectors."""
+    """Calls on images with adjacent channels in whole vectors."""
     for name, shape in {
         "typical": (2, 8, 6, 6),
         "odd": (3, 24, 9, 7),

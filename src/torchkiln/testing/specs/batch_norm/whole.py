@@ -204,7 +204,7 @@ def call(
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Activations with and without a residual, shapes in both modes, and missing tensors."""
+    """Calls with each activation, with and without residual, in both modes; missing tensors."""
 
     def sample(name: str, shape: tuple[int, ...], **rest: Any) -> Sample:
         return call(name, shape, device, dtype, **rest)
@@ -238,7 +238,7 @@ def image(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> T
 
 
 def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-    """Images in training, with float32 parameters."""
+    """A call on images in training, with float32 parameters."""
     owned = torch.promote_types(dtype, torch.float32)
     parameters = [torch.randn(shape[1], device=device, dtype=owned) for _ in range(2)]
     return Sample(
@@ -258,7 +258,7 @@ def bench_variants(
 
 
 def drawn(device: torch.device, dtype: torch.dtype, rng: Random, most: int) -> Sample:
-    """Random rows of channels, or images in either layout, in training or in eval mode."""
+    """A call on random rows, or on images in either layout, in training or in eval mode."""
     batch, channels, *pixels = drawn_sizes(rng, most, rng.choice((2, 3, 4, 4)))
     owned = torch.promote_types(dtype, torch.float32)
     x = torch.randn(batch, channels, *pixels, device=device, dtype=dtype)
@@ -272,7 +272,7 @@ def drawn(device: torch.device, dtype: torch.dtype, rng: Random, most: int) -> S
 
 
 def large(device: torch.device) -> Sample:
-    """A matrix of more than 2**31 elements in eval mode, in which rows are independent."""
+    """A call on a matrix of more than 2**31 elements in eval mode, where rows are independent."""
     x = large_matrix(device)
     columns = x.shape[1]
     vectors = [cycle(columns, length, device) for length in (113, 127, 131, 137)]

@@ -72,7 +72,7 @@ def call(
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Shapes, then options, with and without a bias."""
+    """Calls with each shape, then with each option, with and without a bias."""
 
     def x(*shape: int) -> Tensor:
         return normal("x", shape, device, dtype)
@@ -207,7 +207,7 @@ def output_sensitivity(
 
 
 def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-    """A layer whose logits have this shape."""
+    """A call of a layer whose logits have this shape."""
     rows, classes = shape
     features = BENCH_FEATURES if device.type == "cuda" else 64
     x = torch.randn(rows, features, device=device, dtype=dtype)
@@ -238,7 +238,7 @@ def backward_traffic(sample: Sample) -> Traffic:
 
 
 def invalid(device: torch.device) -> Iterator[Invalid]:
-    """Targets that do not match x, numbers out of range."""
+    """Calls with targets that do not match x, and with numbers out of range."""
     x, weight = torch.ones(2, 4, device=device), torch.ones(3, 4, device=device)
     target = torch.tensor([1, 2], device=device)
     overload = torch.ops.torchkiln.linear_cross_entropy.default

@@ -40,7 +40,7 @@ def call(name: str, x: Tensor, classes: int, *, has_bias: bool = True, **options
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Shapes, then options, with and without biases."""
+    """Calls with each shape, then with each option, with and without biases."""
 
     def x(*shape: int) -> Tensor:
         return normal("x", shape, device, dtype)
@@ -191,7 +191,7 @@ def output_sensitivity(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-    """Two layers whose logits have this shape."""
+    """A call of two layers whose logits have this shape."""
     x, weight, _ = linear.bench(device, dtype, shape).args
     y, weight_y, _ = linear.bench(device, dtype, shape).args
     return Sample("bench", (x, weight, y, weight_y), {})
@@ -218,7 +218,7 @@ def backward_traffic(sample: Sample) -> Traffic:
 
 
 def invalid(device: torch.device) -> Iterator[Invalid]:
-    """Layers that do not match, numbers out of range."""
+    """Calls with layers that do not match, and with numbers out of range."""
     x, weight = torch.ones(2, 4, device=device), torch.ones(3, 4, device=device)
     y, weight_y = torch.ones(2, 5, device=device), torch.ones(3, 5, device=device)
     overload = torch.ops.torchkiln.linear_kl.default

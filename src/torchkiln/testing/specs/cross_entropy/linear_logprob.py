@@ -30,7 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Shapes, then options, with and without a bias."""
+    """Calls with each shape, then with each option, with and without a bias."""
 
     def x(*shape: int) -> Tensor:
         return normal("x", shape, device, dtype)
@@ -138,7 +138,7 @@ def output_sensitivity(
 
 
 def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-    """Both results of a layer whose logits have this shape."""
+    """A call for both results of a layer whose logits have this shape."""
     call = linear.bench(device, dtype, shape)
     return Sample("bench", call.args, {"entropy": True})
 
@@ -169,7 +169,7 @@ def backward_traffic(sample: Sample) -> Traffic:
 
 
 def invalid(device: torch.device) -> Iterator[Invalid]:
-    """Targets and rows that do not match x, numbers out of range."""
+    """Calls with targets or rows that do not match x, and with numbers out of range."""
     x, weight = torch.ones(2, 4, device=device), torch.ones(3, 4, device=device)
     target = torch.tensor([1, 2], device=device)
     overload = torch.ops.torchkiln.linear_logprob.default

@@ -58,7 +58,7 @@ def probabilities(logits: Tensor) -> Tensor:
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Shapes, then options, for classes and for probabilities."""
+    """Calls with each shape, then with each option, for classes and for probabilities."""
 
     def logits(*shape: int) -> Tensor:
         return 2 * normal("logits", shape, device, dtype)
@@ -199,7 +199,7 @@ def gradient_magnitude(logits: Tensor, target: Tensor, **kwargs: Any) -> Tensor:
 
 
 def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-    """A class for each row of a matrix."""
+    """A call with a class for each row of a matrix."""
     logits = torch.randn(shape, device=device, dtype=dtype)
     return Sample("bench", (logits, torch.randint(shape[1], shape[:1], device=device)))
 
@@ -223,7 +223,7 @@ def module(device: torch.device, dtype: torch.dtype) -> nn.Module:
 
 
 def invalid(device: torch.device) -> Iterator[Invalid]:
-    """Targets and weights that do not match the logits, numbers out of range."""
+    """Calls with targets or weights that do not match the logits, and with numbers out of range."""
     x, target = torch.ones(2, 4, device=device), torch.tensor([1, 3], device=device)
     good = GoodCall(torch.ops.torchkiln.cross_entropy.default, Sample("good", (x, target)))
     words = "[classes], [rows, classes] or [rows, classes, ...]"
@@ -245,7 +245,7 @@ def invalid(device: torch.device) -> Iterator[Invalid]:
 
 
 def wrong_targets(good: GoodCall) -> Iterator[Invalid]:
-    """Shapes of classes and of probabilities."""
+    """Calls with targets of wrong shapes: classes and probabilities."""
     x = good["logits"]
     images = x.unsqueeze(-1).expand(2, 4, 3)
     for logits, shape in ((x, (3,)), (x, (2, 1)), (x, ()), (x, (2, 4)), (images, (2, 4))):

@@ -40,7 +40,7 @@ def classes(logits: Tensor, ignored: int | None = None) -> Tensor:
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Shapes, then options. Without the entropy the op has an empty result, the function none."""
+    """Calls with each shape, then with each option; one without the entropy."""
 
     def logits(*shape: int) -> Tensor:
         return 2 * normal("logits", shape, device, dtype)
@@ -150,7 +150,7 @@ def pulls(
 
 
 def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-    """Both results of a matrix of logits."""
+    """A call for both results of a matrix of logits."""
     logits = torch.randn(shape, device=device, dtype=dtype)
     target = torch.randint(shape[1], shape[:1], device=device)
     return Sample("bench", (logits, target), {"entropy": True})
@@ -169,7 +169,7 @@ def backward_traffic(sample: Sample) -> Traffic:
 
 
 def invalid(device: torch.device) -> Iterator[Invalid]:
-    """Targets that do not match the logits, temperatures out of range."""
+    """Calls with targets that do not match the logits, and with temperatures out of range."""
     x, target = torch.ones(2, 4, device=device), torch.tensor([1, 3], device=device)
     good = GoodCall(torch.ops.torchkiln.logprob.default, Sample("good", (x, target)))
     words = "logits: got a 0-dimensional tensor, expected at least 1 dimension"
@@ -181,7 +181,7 @@ def invalid(device: torch.device) -> Iterator[Invalid]:
 
 
 def wrong_targets(good: GoodCall, name: str, x: Tensor) -> Iterator[Invalid]:
-    """Other dtypes and shapes of a target of two rows."""
+    """Calls with targets of other dtypes and shapes, for two rows."""
     target = torch.zeros(2, dtype=torch.int64, device=x.device)
     for dtype in (torch.int32, torch.float32):
         words = f"target: got dtype {name_of(dtype)}, expected int64, of classes"

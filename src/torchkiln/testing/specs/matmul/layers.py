@@ -49,7 +49,7 @@ def absolute_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def matmul_bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-    """A matrix times a square matrix."""
+    """A call with a matrix and a square matrix."""
     sizes = (shape, (shape[1], shape[1]))
     return Sample("bench", tuple(torch.randn(s, device=device, dtype=dtype) for s in sizes))
 
@@ -61,7 +61,7 @@ def products(a: Tensor, b: Tensor) -> tuple[int, int]:
 
 
 def matmul_invalid(device: torch.device) -> Iterator[Invalid]:
-    """Shapes whose product is not defined."""
+    """Calls with shapes whose product is not defined."""
     a, b = torch.ones(2, 4, device=device), torch.ones(4, 3, device=device)
     good = GoodCall(torch.ops.torchkiln.matmul.default, Sample("good", (a, b)))
     yield good.changed(f"a: {FLAT}; multiply with *", a=a[0, 0])
@@ -85,7 +85,7 @@ def wide(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def matmul_large(device: torch.device) -> Sample:
-    """A product of more than 2**31 elements."""
+    """A call whose product has more than 2**31 elements."""
     a, b = wide(device)
     return Sample("large", (a, b.T))
 
@@ -112,7 +112,7 @@ def linear_sample(
 
 
 def linear_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Every activation, with and without a residual; every shape; scales, mixed dtypes."""
+    """Calls with each activation, with and without a residual; each shape; scales, mixed dtypes."""
     x = normal("x", (6, 10), device, dtype)
     acts = ["gelu", *(act for act in FORMULAS if act != "gelu")]
     for act in acts:
@@ -210,14 +210,14 @@ def linear_gradient_magnitude(*args: Any) -> Tensor:
 
 
 def linear_bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-    """A layer as wide as its input, with gelu."""
+    """A call of a layer as wide as its input, with gelu."""
     x, weight = matmul_bench(device, dtype, shape).args
     bias = torch.randn(shape[1:], device=device, dtype=dtype)
     return Sample("bench", (x, weight / shape[1] ** 0.5, bias, "gelu"))
 
 
 def linear_large(device: torch.device) -> Sample:
-    """A layer with more than 2**31 outputs."""
+    """A call of a layer with more than 2**31 outputs."""
     x, weight = wide(device)
     return Sample("large", (x, weight, None, "relu"))
 

@@ -47,7 +47,7 @@ def call(
 def inputs(
     acts: tuple[str, ...], halves: int, device: torch.device, dtype: torch.dtype
 ) -> Iterator[Sample]:
-    """Every activation, then every shape; successive calls alternate the values of ``save``."""
+    """Calls with each activation, then each shape; they alternate the values of ``save``."""
     x = normal("x", (6, 10), device, dtype)
     turns = ("preact", "none")
     for i, act in enumerate(acts):
@@ -155,7 +155,7 @@ class Kind(NamedTuple):
         return (of_down + of_up) * steps(max(*down.shape, 1))
 
     def bench(self, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-        """A layer of a transformer: 4 hidden features for each of x, or 8/3 with a gate."""
+        """A call as in a transformer: 4 hidden features for each of x, or 8/3 with a gate."""
         rows, columns = shape
         hidden = 4 * columns if self.halves == 1 else -(-8 * columns // (3 * 64)) * 64
         sizes = ((rows, columns), (self.halves * hidden, columns), (columns, hidden))

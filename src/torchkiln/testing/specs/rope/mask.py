@@ -32,7 +32,7 @@ def magnitude(positions: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Positions before, inside of and after the cache, and calls without tokens."""
+    """Calls with positions before, inside of and after the cache, and without tokens."""
     places = torch.tensor([[0, 3, 8, 2**40], [-1, 1, 2, -(2**40)]], device=device)
     yield Sample("typical", (places, 9, dtype))
     yield Sample("no batch", (places[0], 16, dtype))
@@ -43,7 +43,7 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def invalid(device: torch.device) -> Iterator[Invalid]:
-    """Positions that are no integers or of a wrong rank, and wrong lengths and dtypes."""
+    """Calls with positions of a wrong dtype or rank, and with wrong lengths and dtypes."""
     at = torch.tensor([1, 2], device=device)
     good = GoodCall(
         torch.ops.torchkiln._cache_mask.default,

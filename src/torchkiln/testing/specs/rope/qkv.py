@@ -170,7 +170,7 @@ def qkv_gradient_magnitude(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
 def qkv_bench(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, int], norm: str = "head"
 ) -> Sample:
-    """A projection with 4 query heads per key head, and float32 factors."""
+    """A call with a projection of 4 query heads per key head, and float32 cos and sin."""
     tokens, elements = shape
     heads = max(elements // HEAD_DIM, 1)
     few = max(heads // 4, 1)
@@ -186,12 +186,12 @@ def qkv_bench(
 def qkv_bench_variants(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 ) -> Iterator[tuple[str, Sample]]:
-    """A variant with one norm over all heads of the queries, and one over all heads of the keys."""
+    """The benchmark call with one norm over all heads of queries, and one of keys."""
     yield "all heads", qkv_bench(device, dtype, shape, "all")
 
 
 def qkv_large(device: torch.device) -> Sample:
-    """Queries of more than 2**31 elements, one token per batch."""
+    """A call with queries of more than 2**31 elements, one token per batch."""
     batch, heads = 2**18 + 1, 65
     row = cycle((heads + 2) * HEAD_DIM, 251, device)
     steps = cycle(batch, 241, device) + 1
@@ -215,7 +215,7 @@ def qkv_backward_traffic(sample: Sample) -> Traffic:
 
 
 def qkv_invalid(device: torch.device) -> Iterator[Invalid]:
-    """Numbers of heads that do not divide the projection, weights without a norm."""
+    """Calls with numbers of heads that do not divide the projection, or weights but no norm."""
     x, table = torch.ones(2, 4, 40, device=device), torch.ones(4, 4, device=device)
     row = torch.ones(8, device=device)
     args = (x, table, table, row, row, 3, 1)

@@ -42,7 +42,7 @@ def call(
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Both layouts and pairings, head sizes with every vector tail, tables, parts of heads."""
+    """Calls with both layouts and pairings, head sizes with each tail, tables, partial heads."""
 
     def sample(name: str, q: tuple[int, ...], **rest: Any) -> Sample:
         return call(name, q, device, dtype, **rest)
@@ -162,7 +162,7 @@ def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> S
 
 
 def large(device: torch.device) -> Sample:
-    """Queries of more than 2**31 elements that repeat one row of heads."""
+    """A call with queries of more than 2**31 elements that repeat one row of heads."""
     tokens, heads = 2**18 + 1, 65
     row = cycle(heads * HEAD_DIM, 251, device).view(1, heads, HEAD_DIM)
     steps = cycle(tokens, 241, device).view(tokens, 1, 1)
@@ -179,7 +179,7 @@ def traffic(sample: Sample) -> Traffic:
 
 
 def invalid(device: torch.device) -> Iterator[Invalid]:
-    """Shapes that do not fit q, and options out of range."""
+    """Calls with shapes that do not fit q, and with options out of range."""
     x, table = torch.ones(2, 3, 4, 8, device=device), torch.ones(4, 4, device=device)
     good = GoodCall(torch.ops.torchkiln.rope.default, Sample("good", (x, x, table, table)))
     words = "expected 3 or 4 dimensions, the last of which is that of a head"
