@@ -100,7 +100,7 @@ def parse_record(text: str) -> dict[str, Any]:
         )
         if complete and record["torches"]:
             return dict(record)
-    except TypeError:  # a list or a number in place of an object
+    except TypeError:  # a list or a number, not an object
         pass
     raise ValueError(f"got {text.strip()[:40]!r}, expected an object with {', '.join(KEYS)}")
 
@@ -188,7 +188,7 @@ def check(folder: Path) -> dict[str, Any]:
             f"  {rebuild()}     to build it for this processor"
         )
     built = built_for(record, torch)
-    assert built is not None  # mismatch() reports it otherwise
+    assert built is not None  # without one, mismatch() has a reason
     return record | {"torch": built["version"], "torch_cuda": built["cuda"]}
 
 

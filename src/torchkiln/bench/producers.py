@@ -32,7 +32,7 @@ def cast(x: Tensor) -> tuple[Tensor, Tensor]:
 def cast_to(x: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
     """Elements in E4M3, with the scales that bring the largest ones to at most 448."""
     mantissa, exponent = torch.frexp(most.float() / LARGEST)
-    power = exponent - (mantissa == 0.5).int()  # the smallest power of two that is not less
+    power = exponent - (mantissa == 0.5).int()  # rounds up to a power of two
     scale = torch.where(mantissa == 0, 1.0, torch.ldexp(torch.ones_like(mantissa), power))
     return (x.float() / scale).to(torch.float8_e4m3fn), scale.squeeze(-1)
 

@@ -323,7 +323,7 @@ def total(call: Call) -> Choices:
         if dim not in summed:
             before = 0 if call.keepdim else sum(d < dim for d in summed)
             yield [Shard(dim - before)], {"x": Shard(dim)}
-    if call.dtype in (torch.float16, torch.bfloat16):  # parts of the sum would be rounded
+    if call.dtype in (torch.float16, torch.bfloat16):  # partial sums would be rounded
         return
     for dim in summed:
         yield [Partial()], {"x": Shard(dim)}

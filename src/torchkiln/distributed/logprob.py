@@ -66,7 +66,7 @@ def join(parts: Tensor, ignored: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     logp = own.sum(0) - log_sum
     entropy = torch.zeros_like(logp)
     if parts.shape[1] > MOMENT:
-        distance = distance.masked_fill(factor == 0, 0)  # else infinity * 0
+        distance = distance.masked_fill(factor == 0, 0)  # otherwise infinity * 0 gives NaN
         moment = (factor * (parts[:, MOMENT] + distance * parts[:, SUM])).sum(0)
         entropy = (log_sum - moment / total).masked_fill(ignored, 0)
     log_sum_exp = maximum + log_sum

@@ -63,7 +63,8 @@ class FeedForward(titan_feed_forward.FeedForward):
 class Rotation(RoPE):
     """Rotary embeddings as one :func:`torchkiln.rope`; under ``torch.compile``, torchtitan's."""
 
-    tables: tuple[Tensor, Tensor, Tensor] | None = None  # a cache, its cosines and sines
+    # the cache of torchtitan, and its cosines and sines
+    tables: tuple[Tensor, Tensor, Tensor] | None = None
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """A cosine and a sine for each pair, contiguous."""

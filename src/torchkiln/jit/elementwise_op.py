@@ -121,7 +121,7 @@ class Elementwise(Op):
         for t in tensors:
             dtype = t.dtype
             if t.shape != grad.shape and dtype != torch.float64:
-                dtype = torch.float32  # rounded after the sum
+                dtype = torch.float32  # gradients are rounded after the sum
             results.append(torch.empty(grad.shape, dtype=dtype, device=grad.device))
         self._kernel_backward.launch(results, [grad, *tensors], numbers)
         return [r.sum_to_size(t.shape).to(t.dtype) for r, t in zip(results, tensors, strict=True)]

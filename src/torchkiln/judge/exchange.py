@@ -246,7 +246,7 @@ class Candidate:
         for path in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):  # the process has ended
                 words = path.read_text().rpartition(")")[2].split()
-                if int(words[3]) == self.pid:  # its session
+                if int(words[3]) == self.pid:  # a process of this session
                     ticks += int(words[11]) + int(words[12])
         return ticks / os.sysconf("SC_CLK_TCK")
 

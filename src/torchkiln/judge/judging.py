@@ -120,7 +120,7 @@ def _judge(
         checks.run()
         opened, changed = watched.seen()
         if verdict.accepted and process.is_open and rounds:
-            with process.paused():  # the baselines may read the reference
+            with process.paused():  # baselines may read the reference: the candidate is stopped
                 peers = baselines(checks, zygote, stack, compiled=compiled)
                 changed += watched.seen()[1]
             race(checks, zygote, budget=budget, rounds=rounds, peers=peers)

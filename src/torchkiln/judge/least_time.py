@@ -142,7 +142,7 @@ class LeastTime:
         copies = [v for n, v in found.items() if not n.startswith(PRODUCT)]
         products = [v for n, v in found.items() if n.startswith(PRODUCT)]
         ceiling = min(Times.of(v).seconds for v in copies)
-        if products:  # the first is in float32
+        if products:  # the first product is in float32
             ceiling = max(ceiling, Times.of(products[0]).seconds)
         copy, product = min(map(min, copies)), min(map(min, products), default=0.0)
         return cls(moved, operations, copy, product, ceiling, device)

@@ -264,7 +264,7 @@ def cropped(problem: Problem, sample: Sample, size: int, smaller: int) -> Sample
     found = replace(sample, name=f"{size} -> {smaller}", args=args)
     try:
         problem.truth(found)
-    except Exception:  # this size belongs to the weights
+    except Exception:  # the size belongs to the weights, which are not cropped
         return None
     return found
 

@@ -67,7 +67,7 @@ class Worker:
         """Import the candidate, or make a new instance of it."""
         self.device = torch.device(message["device"])
         self.is_cuda = self.device.type == "cuda"
-        if message["file"] is None:  # a baseline
+        if message["file"] is None:  # a baseline has no file
             self.run = spec_of(message["name"], message["specs"]).composite
             return {"state": []}
         if self.module is None:

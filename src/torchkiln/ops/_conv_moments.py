@@ -30,7 +30,7 @@ def conv_with_moments(
         return None
     if is_transformed() or type(x) not in PLAIN or type(weight) not in PLAIN:
         return None
-    # else torch raises its error
+    # if they do not agree, torch raises an error
     agree = weight.shape[1] == x.shape[1] and weight.device == x.device
     ops = torch.ops.torchkiln
     if not agree or not ops._pixel_conv_gains.default(x, weight.shape[0]):

@@ -181,7 +181,7 @@ def run_folded(
 ) -> Tensor | None:
     """The result from a folded batch norm; None if convolution and batch norm are to run apart."""
     if not is_plain(x) or (residual is not None and not is_plain(residual)):
-        return None  # the convolution or bn_act reports an error, if any
+        return None  # bn_act or the convolution reports errors
     reason = why_not_now(owner, x, parts, residual)
     if reason is not None:
         _C.note(f"{APART.words}: {reason}")

@@ -95,7 +95,7 @@ class Plan(ABC):
             if not always and is_compiling() and not stays(*args):
                 return original.forward(module, *args, **options)
             if not options:
-                if len(args) == 1:  # most calls: passes no tuple and no dict
+                if len(args) == 1:  # most calls have one argument: avoids a tuple and a dict
                     (x,) = args
                     if fits(module, x):
                         return run(module, x)

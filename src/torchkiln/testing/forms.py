@@ -56,7 +56,7 @@ class OnCopies:
             value = given.get(name)
             if make is not None:
                 made[name] = make(given)
-            # the op refuses other values
+            # the op raises an error for other values
             elif isinstance(value, Tensor) and value.layout == torch.strided:
                 made[name] = value.clone(memory_format=self.copied)
         return made

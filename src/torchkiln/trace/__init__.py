@@ -102,7 +102,7 @@ def _traffic(
     from torchkiln.testing import Sample  # noqa: PLC0415
 
     sample: Sample = Sample("explained", args, kwargs)
-    if function is spec.op:  # in the order of the spec's samples
+    if function is spec.op:  # passes arguments as the spec's samples do
         given = inspect.signature(function).bind(*args, **kwargs).arguments
         named = spec.typical(torch.device("cpu"), spec.dtypes[0]).kwargs
         positional = tuple(value for name, value in given.items() if name not in named)

@@ -77,7 +77,8 @@ class Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if sys.getprofile() != self.event:  # the forward set another one, or event() raised
+        # the forward has set another profile function, or event() raised
+        if sys.getprofile() != self.event:
             self.reason = self.reason or "its calls cannot be watched"
         if self.before is None or callable(self.before):
             sys.setprofile(self.before)
@@ -132,7 +133,7 @@ class Watch:
         if not is_users(frame.f_code.co_filename) or self.inside is frame:
             return False
         code, at = code_bytes(frame.f_code), frame.f_lasti
-        while at > 0 and dis.opname[code[at]] == "CACHE":  # these follow the instruction
+        while at > 0 and dis.opname[code[at]] == "CACHE":  # CACHE entries follow the instruction
             at -= 2
         return "CALL" in dis.opname[code[at]]
 

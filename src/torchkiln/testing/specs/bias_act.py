@@ -102,7 +102,7 @@ ROUNDING = 2.0**-21
 def bias_act_gradient_magnitude(
     x: Tensor, bias: Tensor, scale: float = 1.0, act: str = "relu"
 ) -> Tensor:
-    """A function whose gradients have absolute terms, plus the effect of rounding the argument."""
+    """A function whose gradients sum absolute values, with the effect of a rounded argument."""
     formula = FORMULAS[act]
     z = x * abs(scale) + bias
     with torch.no_grad():

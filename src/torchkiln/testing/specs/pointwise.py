@@ -161,7 +161,7 @@ def muladd(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def muladd_gradient_magnitude(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """A function whose gradients are the op's, with absolute terms: broadcast ones are sums."""
+    """A function whose gradients are the op's, with absolute factors; broadcast ones are sums."""
     return a * b.detach().abs() + a.detach().abs() * b + c
 
 

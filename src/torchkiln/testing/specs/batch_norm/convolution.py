@@ -147,7 +147,8 @@ CONV_BN_ACT = replace(
     opaque=None,
     threads_matter=True,
     dtypes=(torch.float32, torch.float64),  # in half precision the convolution is rounded, too
-    devices=("cpu",),  # cuDNN's gradients are not reproducible; tests/ops/test_convolution.py
+    # cuDNN's gradients are not reproducible: tests/ops/test_convolution.py compares them
+    devices=("cpu",),
     grown=more_images,
     excluded={
         "compile_aot_eager": ONE_WEIGHT,

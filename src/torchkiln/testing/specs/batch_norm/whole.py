@@ -63,7 +63,7 @@ class Arguments:
         self.sizes: Tensor = self.x.abs()
         """The magnitude of x, which exceeds |x| if another op computes x."""
         self.path: Tensor = self.x
-        """x itself or, if another op computes x, a function whose gradients have absolute terms."""
+        """x or, if another op computes x, a function whose gradients sum absolute values."""
 
     def wide(self, vector: Tensor) -> Tensor:
         """A vector of the channels with the rank of x."""

@@ -87,8 +87,8 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     for name, options in OPTIONS.items():
         yield call(name, x(4, 5), 6, has_bias=name != "none", **options)
     if dtype in (torch.float16, torch.bfloat16):
-        # The gradient of a float32 bias is a sum of half precision terms, for which the contract
-        # has no bound: tests/ops/test_linear_cross_entropy.py compares it.
+        # The contract has no bound for a float32 gradient that sums half precision terms, such as
+        # that of a bias: tests/ops/test_linear_cross_entropy.py compares it.
         rows, wide = x(7, 9), torch.float32
         given = {"has_bias": False, "weight": True}
         yield call("float32 class weights", rows, 33, parameters=wide, **given)
@@ -143,7 +143,7 @@ def reference(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def roundings(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """For each row the largest sum of absolute terms of a logit, times the growth of errors.
+    """The largest sum of absolute terms among the logits of each row, times the growth of errors.
 
     An infinite logit is not rounded.
     """
@@ -195,7 +195,7 @@ def gradient_terms(
 def gradient_magnitude(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, /, **kwargs: Any
 ) -> Tensor:
-    """A function whose gradients are those of all products, with absolute terms."""
+    """A function whose gradients sum the absolute values of the terms of all products."""
     return gradient_terms(x, weight, target, bias, kwargs, is_rounding=False)
 
 

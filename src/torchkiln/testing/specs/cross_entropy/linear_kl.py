@@ -165,7 +165,7 @@ def gradient_terms(
     *,
     is_rounding: bool,
 ) -> Tensor:
-    """A function whose gradients are sums of absolute terms, as in the contract of the loss."""
+    """A function whose gradients sum absolute values, as in the contract of the loss."""
     with torch.no_grad():
         given = layers(args, temperature)
         pulls = slopes(*given, temperature, direction, beta)
@@ -181,7 +181,7 @@ def gradient_terms(
 
 
 def gradient_magnitude(*args: Any, **kwargs: Any) -> Tensor:
-    """A function whose gradients are those of all products, with absolute terms."""
+    """A function whose gradients sum the absolute values of the terms of all products."""
     return gradient_terms(args, **kwargs, is_rounding=False)
 
 

@@ -108,7 +108,7 @@ def gradient_terms(
     *,
     is_rounding: bool,
 ) -> Any:
-    """Functions whose gradients are sums of absolute terms, as in the contract of the loss."""
+    """Functions whose gradients sum absolute values, as in the contract of the loss."""
     with torch.no_grad():
         rows, classes, options = flat(product(x, weight, bias), target, kwargs)
         ignored, temperature = options["ignore_index"], options["temperature"]
@@ -126,7 +126,7 @@ def gradient_terms(
 def gradient_magnitude(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, /, **kwargs: Any
 ) -> Any:
-    """A function whose gradients are those of all products, with absolute terms."""
+    """A function whose gradients sum the absolute values of the terms of all products."""
     return gradient_terms(x, weight, target, bias, kwargs, is_rounding=False)
 
 

@@ -95,7 +95,7 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         yield Sample(
             f"to {out}, none", (x, probabilities(x)), {"loss_dtype": out, "reduction": "none"}
         )
-    # More elements than samples for opcheck, which reports NaN as a difference.
+    # Too large for opcheck, which reports NaN as a difference.
     yield Sample("all ignored", (x, torch.full_like(classes(x), -100)), {"label_smoothing": 0.1})
 
 
@@ -167,7 +167,7 @@ def magnitude(logits: Tensor, target: Tensor, *, z_loss: float = 0.0, **kwargs: 
 
 
 def pull(logits: Tensor, target: Tensor, errors: Tensor | float = 0.0, **kwargs: Any) -> Tensor:
-    """The absolute terms of the gradient of each row's logits, with the classes last.
+    """The sum of the absolute terms of each logit's gradient, with the classes last.
 
     ``errors`` are the errors of the logits of each row, in the unit of the terms.
     """

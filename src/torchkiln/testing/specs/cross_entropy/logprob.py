@@ -140,7 +140,7 @@ def gradient_magnitude(
 def pulls(
     z: Tensor, target: Tensor, ignored: int, errors: Tensor | float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """The absolute terms of both results' gradients; ``errors`` of ``z`` are in the same unit."""
+    """Sums of absolute terms of both results' gradients; ``errors`` of ``z`` have the same unit."""
     with torch.no_grad():
         p, logs, of_row = terms(z)
         moved = p * (1 + sizes(z) + errors)

@@ -199,7 +199,7 @@ def linear_intermediate_sensitivity(*args: Any) -> Tensor:
 
 
 def linear_gradient_magnitude(*args: Any) -> Tensor:
-    """A function whose gradients have absolute terms, plus the effect of rounding the argument."""
+    """A function whose gradients sum absolute values, with the effect of a rounded argument."""
     call = Call(*args)
     formula = FORMULAS[call.act]
     terms = call.terms

@@ -114,7 +114,7 @@ class Projection:
         weight = self.weights[index]
         if weight is None:
             return 1.0
-        # one factor for all heads, or one per head
+        # the weight of all heads, or a row per head
         return weight.reshape(-1, 1, self.q.shape[-1]) + self.offset
 
     def rstd(self, x: Tensor) -> Tensor | float:
@@ -311,7 +311,7 @@ QKV_NORM_ROPE = OpSpec(
     magnitude=qkv_magnitude,
     gradient_magnitude=qkv_gradient_magnitude,
     inputs=qkv_inputs,
-    differentiable=(0, 3, 4),  # cos and sin: tests/ops/test_qkv_norm_rope.py
+    differentiable=(0, 3, 4),  # tests/ops/test_qkv_norm_rope.py tests cos and sin
     refusals=Refusals(
         parameters=dict.fromkeys(("cos", "q_weight", "k_weight"), "qkv"),
         like={"sin": "cos"},
