@@ -254,7 +254,7 @@ def fuzz(
 ) -> Run:
     """Time random calls; calls that are in ``file`` are read, other calls are added to it.
 
-    The summary of the run is written beside ``file``.
+    The summary of the run is written to a file next to ``file``.
     """
     done = opened(file, device) if file is not None else {}
     run = Run(environment(device))

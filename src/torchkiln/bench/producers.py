@@ -1,7 +1,7 @@
 """Specs of the ops that write E4M3, for ``torchkiln bench rms_norm_fp8``.
 
-Tests of the ops check their results; these specs are only for timing. Each op is timed beside
-torch's op and a cast in torch, and its ceiling is the copy of the bytes that it must move.
+Tests of the ops check their results; these specs are only for timing. Each op is timed in turns
+with torch's op and a cast in torch. Its ceiling is the copy of the bytes that it must move.
 """
 
 from __future__ import annotations

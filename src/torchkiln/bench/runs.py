@@ -70,7 +70,7 @@ def run(
     peers: Sequence[str] = PEERS,
     within: float | None = None,
 ) -> Record:
-    """Time large calls of ops beside their peers and their ceiling, as ``torchkiln bench`` does.
+    """Time large calls of ops, their peers and their ceiling, as ``torchkiln bench`` does.
 
     Args:
         *ops: names of ops; all by default.

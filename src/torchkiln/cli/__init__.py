@@ -26,7 +26,7 @@ class Command(NamedTuple):
     words: str
     example: str
     module: str
-    """Defines ``run(options)``, or ``main(words)`` without a parser; returns the exit status."""
+    """The module whose ``run(options)``, or ``main(words)`` without a parser, is called."""
     parser: Callable[[Sequence[str]], Namespace] | None = None
 
 

@@ -338,7 +338,7 @@ def mean(call: Call) -> Choices:
 
 
 def bn_act(call: Call) -> Choices:
-    """Shards of channels; with running statistics of all dimensions: elements are independent."""
+    """Shards of channels; in eval mode shards of all dimensions, as elements are independent."""
     whole = {name for name in ("x", "residual") if getattr(call, name) is not None}
     vectors = ("weight", "bias", "running_mean", "running_var")
     for dim in range(rank(call.x)):

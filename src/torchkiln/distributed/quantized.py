@@ -112,7 +112,7 @@ def linear_fp8(call: Call) -> Choices:
 
 
 def gated_linear_fp8(call: Call) -> Choices:
-    """All dimensions of x but the last. A shard of the weight's rows would part gate from up."""
+    """Shards of all dimensions of x but the last; shards of weight rows would part gate from up."""
     for dim in range(rank(call.x) - 1):
         yield [Shard(dim)] * 3, dict.fromkeys(("x", "scale", "source"), Shard(dim))
 

@@ -32,7 +32,7 @@ REPEATS = 3
 SLOW = 0.1
 """Seconds of a call of the reference in float64 from which most checks use smaller sizes."""
 IDLE, BUSY = 0.4, 0.03
-"""Seconds between two calls, and of CPU time in them that a candidate does not explain."""
+"""Seconds of a pause without a call, and CPU seconds of the candidate in it that are a finding."""
 PAUSES = (0.0, 2.0, 6.0)
 """Seconds before the candidate is observed again: processes of a compiler may be starting."""
 

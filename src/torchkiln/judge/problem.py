@@ -1,4 +1,4 @@
-"""Problems: what a candidate is compared with, and the calls it is compared on."""
+"""A problem: the reference that a candidate is compared with, and the calls that are compared."""
 
 from __future__ import annotations
 

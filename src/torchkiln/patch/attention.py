@@ -96,7 +96,7 @@ def needs_none(
     """Whether attention without a mask, causal for several queries, attends to the same keys.
 
     The arguments are those of transformers' ``sdpa_mask``, which returns None in the same cases
-    outside of ``torch.compile``. ``allow_is_causal_skip`` is false for any pattern beside causal
+    outside of ``torch.compile``. ``allow_is_causal_skip`` is false for any pattern except causal
     attention in a window of ``local_size``.
     """
     if attention_mask is not None or isinstance(q_offset, Tensor) or q_length is None:

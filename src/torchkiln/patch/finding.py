@@ -116,7 +116,7 @@ def rewritten(
 
 
 def is_skipped(name: str, module: nn.Module, skip: Skip) -> bool:
-    """Whether the caller wants a module left alone."""
+    """Whether the caller excludes a module."""
     if callable(skip):
         return skip(name, module)
     patterns = [skip] if isinstance(skip, str) else skip

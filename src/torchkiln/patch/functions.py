@@ -236,7 +236,7 @@ def functions_of(function: FunctionType, depth: int = 3) -> Iterator[FunctionTyp
 
 
 def codes_of(function: FunctionType) -> Iterator[CodeType]:
-    """The code of a function, and of those inside of it."""
+    """The code of a function, and of the functions inside of it."""
     codes = [function.__code__]
     while codes:
         code = codes.pop()

@@ -103,7 +103,7 @@ class OpSpec:
     composite: Callable[..., Any] = LEFT_OUT
     """The code that a user would write in eager torch, in the dtype of the call."""
     usual: Callable[..., Any] | None = None
-    """The code that is timed beside the op, if ``composite`` emulates arithmetic that torch does
+    """The code that is timed as the op's peer, if ``composite`` emulates arithmetic that torch does
     not have; None to time ``composite``."""
     magnitude: Callable[..., Any]
     """The sum of the absolute values of the terms of each output element: rounding errors inside

@@ -18,7 +18,7 @@ class KernelLaunch:
     variant: str = ""
     """Template arguments: the types and numbers that the kernel was compiled for."""
     access: str = ""
-    """The way in which it accesses memory, if that can be derived from its name."""
+    """The way in which the kernel accesses memory, if its name shows it."""
     vector_bytes: int | None = None
     """Bytes per access to memory."""
     items: int | None = None
@@ -117,7 +117,7 @@ class Part:
 
     @property
     def extra(self) -> tuple[Step, ...]:
-        """Everything else: copies, casts, fallbacks."""
+        """The copies, casts and fallbacks among the steps."""
         return tuple(step for step in self.steps if isinstance(step, Step))
 
 

@@ -152,7 +152,7 @@ def normalized(recorder: Recorder, args: Sequence[Any], *, centered: bool) -> Va
 
 
 def layer_norm(recorder: Recorder, args: Any, _: Any, __: Any) -> Any:
-    """``native_layer_norm``. Its statistics have no expression: only autograd reads them."""
+    """The rule of ``native_layer_norm``; its statistics, which only autograd reads, have none."""
     return normalized(recorder, args, centered=True), None, None
 
 

@@ -94,7 +94,7 @@ def ratios(logs: Tensor, others: Tensor, share: float | None) -> Tensor:
 
 
 def parts(log_p: Tensor, log_q: Tensor, direction: str, beta: float) -> tuple[Tensor, Tensor]:
-    """The terms with the factor p, and the terms with the factor q."""
+    """The terms of the divergence with the factor p, and with the factor q."""
     mixed = direction == "js"
     of_p = log_p.exp() * ratios(log_p, log_q, beta if mixed else None)
     of_q = log_q.exp() * ratios(log_q, log_p, 1 - beta if mixed else None)

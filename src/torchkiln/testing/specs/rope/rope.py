@@ -1,4 +1,4 @@
-"""The contract of the rotary embedding alone."""
+"""The contract of the rotary embedding of queries and keys."""
 
 from __future__ import annotations
 
