@@ -12,7 +12,7 @@ from torchkiln import _loader
 _package = _loader.find_package(__path__)
 _record = _loader.check(_package)
 _folder = _loader.module_folder(_package, _record)
-__path__.append(str(_folder))  # where _C is found
+__path__.append(str(_folder))  # the folder that contains _C
 
 import torch as _torch  # noqa: E402, F401  loads the libraries that _C is linked to
 
@@ -228,4 +228,5 @@ __all__ = [
 for _name in __all__:
     _public = globals()[_name]
     if isinstance(_public, FunctionType | type):
-        _public.__module__ = __name__  # which pickles name, such as of a model's activation
+        # the path that pickles store, for example of a model's activation
+        _public.__module__ = __name__

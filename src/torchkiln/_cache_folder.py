@@ -33,7 +33,7 @@ def cache_folder(variables: Mapping[str, str], home: Path | None) -> Path:
 
 
 def danger(facts: os.stat_result) -> str:
-    """How other users could change a file or the files of a folder; empty if they cannot."""
+    """The way in which other users could change a file or a folder; empty if they cannot."""
     if facts.st_uid != os.geteuid():
         return f"it belongs to user {facts.st_uid}"
     return "other users can write to it" if facts.st_mode & 0o022 else ""

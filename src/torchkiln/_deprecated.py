@@ -22,7 +22,7 @@ class Renamed:
     """The first minor version without the former one."""
 
 
-Renamed.__module__ = "torchkiln.extend"  # where packages import it
+Renamed.__module__ = "torchkiln.extend"  # the module from which packages import it
 
 
 def warn(place: str, old: str, renamed: Renamed) -> None:

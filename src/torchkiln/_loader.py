@@ -24,7 +24,7 @@ RECORD = "_build_info.json"
 KEYS = ("version", "python", "platform", "cuda", "cuda_architectures", "cuda_ptx", "torches")
 INSTRUCTIONS = {"avx2": {"avx2", "fma", "f16c", "bmi2"}}
 INSTRUCTIONS["avx512"] = {*INSTRUCTIONS["avx2"], "avx512f", "avx512bw", "avx512vl", "avx512dq"}
-"""What the kernels of an instruction set need, by the names in /proc/cpuinfo."""
+"""CPU features that the kernels of an instruction set need, as /proc/cpuinfo names them."""
 KEYS_OF_TORCH = ("version", "cuda", "folder")
 ELF = struct.Struct("<32xQ16xH6x")
 """Offset and number of the segment headers, in the header of a 64-bit library."""
@@ -100,7 +100,7 @@ def parse_record(text: str) -> dict[str, Any]:
         )
         if complete and record["torches"]:
             return dict(record)
-    except TypeError:  # a list or a number in place of an object
+    except TypeError:  # a list or a number, not an object
         pass
     raise ValueError(f"got {text.strip()[:40]!r}, expected an object with {', '.join(KEYS)}")
 
@@ -188,7 +188,7 @@ def check(folder: Path) -> dict[str, Any]:
             f"  {rebuild()}     to build it for this processor"
         )
     built = built_for(record, torch)
-    assert built is not None  # mismatch()
+    assert built is not None  # without one, mismatch() has a reason
     return record | {"torch": built["version"], "torch_cuda": built["cuda"]}
 
 

@@ -78,7 +78,7 @@ def _parameters(kind: Any) -> list[str]:
         kind = kind.getElementType()
     if isinstance(kind, torch.ListType):
         return ["const int64_t* const*" if optional else "const int64_t*", "int64_t"]
-    single = TYPES.get(str(kind), "int32_t")  # bool and ScalarType
+    single = TYPES.get(str(kind), "int32_t")  # bool and ScalarType are int32_t in the C interface
     return [f"{single} const*" if optional else single]
 
 

@@ -76,7 +76,7 @@ class TorchBuild(TypedDict):
     version: str
     cuda: str | None
     folder: str
-    """Below the package."""
+    """The folder of the module, below the package."""
 
 
 class BuildInfo(TypedDict):

@@ -63,14 +63,14 @@ def plan(options: argparse.Namespace) -> Plan:
 
 
 class Lines:
-    """A line for each row."""
+    """Progress as one line per row on the standard error."""
 
     def __init__(self, total: int) -> None:
         self.total = total
         self.begun = 0
 
     def begin(self, words: str) -> None:
-        """Count the piece."""
+        """Count a piece that has begun."""
         del words
         self.begun += 1
 
@@ -80,7 +80,7 @@ class Lines:
 
 
 def sentence(row: Measurement) -> str:
-    """A row as text."""
+    """A row of the run as one line of text."""
     share = "" if row.share is None else f", {row.share:.1%} of the ceiling"
     others = "" if row.speedup is None else f", {row.speedup:.2f} x as fast as {row.best_peer}"
     noise = f", spread {row.ours.spread:.0%} !" if row.is_noisy else ""
@@ -183,7 +183,7 @@ def run_fuzz(options: argparse.Namespace) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print, write; a regression, or no rows at all, is something found."""
+    """Measure, print, write. Regressions, or a run without rows, return the status FOUND."""
     if options.fuzz:
         return run_fuzz(options)
     try:
@@ -203,7 +203,8 @@ def run(options: argparse.Namespace) -> int:
     changed = changes(old, record, options.threshold) if old else None
     unwritten = None
     try:
-        write(options, record)  # before the tables: a closed pipe ends the process there
+        # before the tables, because printing to a closed pipe ends the process
+        write(options, record)
     except ValueError as error:
         unwritten = refused(error)
     with text_output(options.json):

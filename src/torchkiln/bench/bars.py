@@ -57,12 +57,12 @@ class Style:
     """Whether peers are dots on our bar instead of separate bars."""
 
     def words(self, value: float) -> str:
-        """A figure with its unit."""
+        """A figure as text, with its unit."""
         digits = len(f"{value:.0f}")
         return f"{value:.{max(0, self.decimals + 1 - digits)}f}{self.unit}"
 
     def slots(self, values: Iterable[Values]) -> int:
-        """Bars of a group."""
+        """The number of bars in a group."""
         return 1 if self.dots else max(len(found) for found in values)
 
     def key(self, values: Iterable[Values]) -> float:
@@ -150,7 +150,7 @@ class Bars:
         self.calls = {name: found[name] for name in order}
         self.slots = [style.slots(call.values()) for call in self.calls.values()]
         self.height = sum(BAR * slots + GAP for slots in self.slots)
-        """Inches."""
+        """The height of a panel, in inches."""
 
     def draw(self, panels: Sequence[Axes]) -> None:
         """Draw into two panels that share their y axis; forward on the left."""
@@ -185,7 +185,7 @@ def draw_panel(axes: Axes, groups: Sequence[tuple[str, Values, int]], style: Sty
             else:
                 axes.plot(
                     value, at, "|", color=found, markersize=61 * BAR
-                )  # for a bar of no length
+                )  # visible even for a bar of no length
                 axes.text(max(value, style.line or value), at, text, TEXT)
         top -= slots * BAR + GAP
     axes.set_yticks(middles, [name for name, _, _ in groups], fontsize=7.5)
@@ -244,7 +244,7 @@ def usual_shape(rows: Iterable[Measurement]) -> str:
 
 
 def label(row: Measurement, group: Sequence[Measurement]) -> str:
-    """Op and variant, and shape and threads where they are not the same for all."""
+    """Op and variant, with shape and threads if these differ within the group."""
     shape = "" if shape_of(row) == usual_shape(group) else shape_of(row)
     several = len({r.threads for r in group}) > 1
     threads = f"threads={row.threads}" if several else ""
@@ -252,12 +252,12 @@ def label(row: Measurement, group: Sequence[Measurement]) -> str:
 
 
 def shape_of(row: Measurement) -> str:
-    """Rows and columns."""
+    """Rows and columns, as text."""
     return f"{row.shape[0]} x {row.shape[1]}"
 
 
 def by_dtype(rows: Iterable[Measurement]) -> dict[str, list[Measurement]]:
-    """Rows of each dtype."""
+    """The rows, grouped by dtype."""
     found: dict[str, list[Measurement]] = {}
     for row in rows:
         found.setdefault(row.dtype, []).append(row)

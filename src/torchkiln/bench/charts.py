@@ -111,5 +111,5 @@ def draw_roofline(rows: Sequence[Measurement], where: str) -> Figure:
 
 
 def memory_seconds(row: Measurement) -> float:
-    """Seconds of the copy or read of as many bytes."""
+    """Seconds of the copy, or of the read, of the call's bytes."""
     return min(t.seconds for name, t in row.references.items() if name != PRODUCT)

@@ -109,7 +109,7 @@ class HostClock:
         self.calls = calls
 
     def __call__(self, call: Call) -> float:
-        """Measure."""
+        """Seconds per call, as the mean of many calls."""
         start = time.perf_counter()
         for _ in repeat(None, self.calls):
             call()
@@ -172,7 +172,7 @@ class Load:
         return self.others > max(0.25, 0.1 * self.cores) or (self.gpu or 0.0) > 0.05
 
     def __str__(self) -> str:
-        """One sentence."""
+        """A sentence about the load."""
         gpu = "" if self.gpu is None else f", and the GPU {self.gpu:.0%} before the run"
         return (
             f"busy machine: others used {self.others:.1f} of {self.cores} CPU cores during the "
@@ -189,7 +189,7 @@ class LoadMeter:
         self.before = seconds_of_others()
 
     def read(self) -> Load | None:
-        """The load since then; None if the system does not count it, or if the run is too short."""
+        """The load since creation; None if the system does not count it or the run is too short."""
         after, cores = seconds_of_others(), os.cpu_count()
         seconds = time.perf_counter() - self.start
         if self.before is None or after is None or cores is None or seconds < SHORTEST_LOAD:

@@ -31,7 +31,7 @@ class Comparison(Report):
     bytes: int
     """Bytes of arguments and results: the minimum that must be moved."""
     ceiling: float
-    """Seconds of a copy, or of a pure read, of as many bytes."""
+    """Seconds of a copy, or of a pure read, of these bytes."""
 
     @property
     def speedup(self) -> float:
@@ -50,7 +50,7 @@ class Comparison(Report):
         return {"schema": self.schema, **asdict(self), **derived}
 
     def table(self) -> Table:
-        """A line for each function."""
+        """A table with a line for each function."""
         lines = [
             (
                 name,

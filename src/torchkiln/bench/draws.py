@@ -37,18 +37,18 @@ class Draw:
 
 
 def narrowed(x: Tensor) -> Tensor:
-    """Rows of a wider tensor."""
+    """A copy of ``x`` in rows of a wider tensor."""
     wide = x.new_empty((*x.shape[:-1], x.shape[-1] + 8))
     return wide[..., : x.shape[-1]].copy_(x)
 
 
 def transposed(x: Tensor) -> Tensor:
-    """The last two dimensions exchanged in memory."""
+    """A copy of ``x`` with the last two dimensions exchanged in memory."""
     return x.mT.contiguous().mT
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """Adjacent channels of images."""
+    """A copy of ``x`` with adjacent channels, if ``x`` has four dimensions."""
     return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
 
 

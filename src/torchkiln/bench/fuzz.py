@@ -30,7 +30,7 @@ from torchkiln.testing.environment import Environment, environment
 
 LEAST = 0.95
 SLACK = 1e-6
-"""Seconds."""
+"""Seconds by which a call may exceed torch's time / :data:`LEAST`."""
 SMALL_BYTES = 1 << 16
 FIRST, AGAIN = 5, 25
 """Rounds of the first measurement, and of the second, which decides."""
@@ -78,7 +78,7 @@ class Timed:
         return any(loses(*pair) for pair in self.pairs)
 
     def in_file(self) -> dict[str, Any]:
-        """The line of a file."""
+        """The fields for the line of a file."""
         return asdict(self) | ({} if self.is_slower else {"call": ""})
 
     def line(self) -> str:
@@ -100,7 +100,7 @@ class Count:
 
     @classmethod
     def of(cls, calls: Sequence[Timed], op: str = "", direction: str = "") -> Count:
-        """Count calls."""
+        """Count the calls of an op in a direction, and the slower ones."""
         median = statistics.median(one.speedup for one in calls)
         slower = sum(one.is_slower for one in calls)
         return cls(op, direction, len(calls), slower, round(median, 3))
@@ -108,13 +108,13 @@ class Count:
 
 @dataclass(frozen=True)
 class Summary:
-    """The counts of a run and its slower calls: what a published file has of it."""
+    """The counts of a run and its slower calls, for a published file."""
 
     environment: dict[str, Any]
     total: Count
     counts: list[Count]
     slower: list[Timed]
-    """Worst first."""
+    """The slower calls, worst first."""
 
     @classmethod
     def of(cls, environment: dict[str, Any], calls: Iterable[Timed]) -> Summary:
@@ -135,14 +135,14 @@ class Summary:
         return cls(first, Count(**total), counts, slower)
 
     def write(self, file: Path) -> None:
-        """Write a line each for the machine, the totals, an op in a direction, a slower call."""
+        """Write lines for the machine, the totals, each op and direction, and each slower call."""
         rows: list[Count | Timed] = [self.total, *self.counts, *self.slower]
         lines = [self.environment, *(asdict(row) for row in rows)]
         file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
 def worst_first(calls: Iterable[Timed]) -> list[Timed]:
-    """The slower calls of these."""
+    """The slower ones of these calls, worst first."""
     return sorted((one for one in calls if one.is_slower), key=lambda one: one.speedup)
 
 
@@ -201,7 +201,7 @@ def timed(draw: Draw) -> Timed:
 
 @dataclass
 class Run(Report):
-    """The calls of a run."""
+    """The calls of a run with their times."""
 
     schema: ClassVar[str] = "torchkiln.fuzz/1"
 
@@ -254,7 +254,7 @@ def fuzz(
 ) -> Run:
     """Time random calls; calls that are in ``file`` are read, other calls are added to it.
 
-    The summary of the run is written beside ``file``.
+    The summary of the run is written to a file next to ``file``.
     """
     done = opened(file, device) if file is not None else {}
     run = Run(environment(device))

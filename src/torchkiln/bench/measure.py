@@ -112,7 +112,7 @@ def time_case(
 ) -> Measurement | None:
     """The row of one large call with ``count`` CPU threads; none for a call that moves no bytes."""
     size = case.moved(direction)
-    # Such a call does nothing to time: backward may return the incoming gradient, for example.
+    # There is nothing to time: backward may return the incoming gradient, for example.
     if size == 0:
         return None
     device = case.sample.args[case.sample.positions[0]].device
@@ -165,7 +165,7 @@ def time_host(
 
 
 def host_references(device: torch.device, dtype: torch.dtype, direction: str) -> dict[str, Call]:
-    """Two ops of torch on as many elements, for comparison between machines."""
+    """Two ops of torch on 4 x 64 elements, for comparison between machines."""
     x = torch.randn(HOST_SHAPE, device=device, dtype=dtype, requires_grad=direction == RECORDED)
     return {
         "torch.add": lambda: torch.add(x, x),
@@ -266,7 +266,7 @@ def peaks(case: BenchCase, direction: str, names: tuple[str, ...], gauge: Gauge)
     for name, make in peers.makers(case, names):
         try:
             call = call_of(peers.own_tensors(name, case), make(case), moment)
-            call()  # warm
+            call()  # warms up
             found[name] = gauge(call)
         except Exception:  # peers and compilers raise anything
             continue

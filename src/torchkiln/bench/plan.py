@@ -82,7 +82,7 @@ def shapes_of(spec: OpSpec, device: torch.device) -> tuple[Shape, ...]:
 
 
 def sweep_shapes(elements: int) -> list[Shape]:
-    """Rows and columns of about as many elements, for each row length."""
+    """For each row length, the number of rows with about ``elements`` elements, and the length."""
     lengths = sorted((*POWERS_OF_TWO, *MODEL_SIZES))
     return [(max(1, round(elements / length)), length) for length in lengths]
 
@@ -95,7 +95,7 @@ def row_shapes(elements: int) -> list[Shape]:
 
 @dataclass(frozen=True)
 class Plan:
-    """The choices of a run."""
+    """The choices of a run: ops, device, dtypes, shapes, peers and limits."""
 
     specs: tuple[OpSpec, ...]
     device: torch.device
@@ -125,7 +125,7 @@ class Plan:
         for kind in self.kinds:
             for spec in self.specs:
                 if kind in (SWEEP, ROWS) and self.is_report and not spec.bench_shapes:
-                    continue  # an op whose time does not depend on the row length
+                    continue  # the time of this op does not depend on the row length
                 wanted = [dtype for dtype in self.dtypes if dtype in spec.dtypes]
                 short = kind != CALLS and self.is_report
                 yield from ((kind, spec, dtype) for dtype in (wanted[-1:] if short else wanted))
@@ -157,7 +157,7 @@ class Plan:
         shapes = self._shapes(kind, spec)
         budget.begin(self._count(kind, spec))
         others = tuple(name for name in self.settings.peers if knows(name, spec.name))
-        if kind in (SWEEP, ROWS) and self.is_report:  # rows of large calls have the other peers
+        if kind in (SWEEP, ROWS) and self.is_report:  # the calls benchmark has the other peers
             others = (EAGER,)
         usual = replace(self.settings, peers=others)
         for shape in shapes:

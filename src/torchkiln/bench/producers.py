@@ -1,7 +1,7 @@
 """Specs of the ops that write E4M3, for ``torchkiln bench rms_norm_fp8``.
 
-Tests of the ops check their results; these specs are only for timing. Each op is timed beside
-torch's op and a cast in torch, and its ceiling is the copy of the bytes that it must move.
+Tests of the ops check their results; these specs are only for timing. Each op is timed in turns
+with torch's op and a cast in torch. Its ceiling is the copy of the bytes that it must move.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def cast(x: Tensor) -> tuple[Tensor, Tensor]:
 def cast_to(x: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
     """Elements in E4M3, with the scales that bring the largest ones to at most 448."""
     mantissa, exponent = torch.frexp(most.float() / LARGEST)
-    power = exponent - (mantissa == 0.5).int()  # the smallest power of two that is not less
+    power = exponent - (mantissa == 0.5).int()  # rounds up to a power of two
     scale = torch.where(mantissa == 0, 1.0, torch.ldexp(torch.ones_like(mantissa), power))
     return (x.float() / scale).to(torch.float8_e4m3fn), scale.squeeze(-1)
 
 
 def flat(result: Any) -> Tensors:
-    """The tensors of a result, without those that stand for one."""
+    """The tensors of a result: of a quantised one data and scale, without the source."""
     parts = result if type(result) is tuple else (result,)
     found: list[Tensor] = []
     for part in parts:
@@ -47,12 +47,12 @@ def flat(result: Any) -> Tensors:
 
 
 def rows(device: torch.device, dtype: torch.dtype, shape: Shape) -> Sample:
-    """A matrix."""
+    """A call with one matrix."""
     return Sample("bench", (torch.randn(shape, device=device, dtype=dtype),))
 
 
 def normed(*, residual: bool, bias: bool) -> Callable[[torch.device, torch.dtype, Shape], Sample]:
-    """Calls of a norm."""
+    """A function that makes calls of a norm."""
 
     def make(device: torch.device, dtype: torch.dtype, shape: Shape) -> Sample:
         x = [torch.randn(shape, device=device, dtype=dtype) for _ in range(1 + residual)]
@@ -74,7 +74,7 @@ def with_gradient(device: torch.device, dtype: torch.dtype, shape: Shape) -> Sam
 
 
 def quantized(device: torch.device, dtype: torch.dtype, shape: Shape) -> Sample:
-    """A matrix in E4M3."""
+    """A call with a matrix in E4M3."""
     data, scale, _ = torchkiln.quantize(rows(device, dtype, shape).args[0])
     return Sample("bench", (data, scale))
 
@@ -108,13 +108,13 @@ def with_sum(norm: Callable[..., Tensor]) -> Callable[..., Tensors]:
 
 
 def swiglu(packed: Tensor) -> Tensor:
-    """The gate of two halves."""
+    """Gate and up from the halves of a matrix, with silu."""
     gate, up = packed.chunk(2, -1)
     return F.silu(gate) * up
 
 
 def geglu(packed: Tensor) -> Tensor:
-    """The gate of two halves, with gelu."""
+    """Gate and up from the halves of a matrix, with gelu."""
     gate, up = packed.chunk(2, -1)
     return F.gelu(gate) * up
 

@@ -10,7 +10,7 @@ from torchkiln.bench.result import Measurement, Record
 Key = tuple[object, ...]
 
 THRESHOLD = 0.05
-"""Smallest relative change that counts."""
+"""Smallest relative change that counts as slower or faster."""
 
 
 def key(row: Measurement) -> Key:
@@ -54,7 +54,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Changes:
-    """Two runs, row by row."""
+    """The comparison of two runs, row by row."""
 
     rows: tuple[Change, ...]
     gone: tuple[Measurement, ...]
@@ -74,7 +74,7 @@ class Changes:
         return tuple(row for row in self.rows if row.is_faster(self.threshold))
 
     def __str__(self) -> str:
-        """One line."""
+        """A summary in one line."""
         words = (
             f"{len(self.rows)} rows compared: {len(self.regressions)} slower and "
             f"{len(self.improvements)} faster by more than {self.threshold:.0%} and the noise"

@@ -45,7 +45,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes with a unit."""
+    """A number of bytes as text, with a unit."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= factor:
             return f"{count / factor:.3g} {unit}"
@@ -72,7 +72,7 @@ def tables(rows: Iterable[Measurement]) -> list[Table]:
 
 
 def columns(rows: Sequence[Measurement]) -> dict[str, list[str]]:
-    """The words of each column under its heading; empty columns are left out."""
+    """The texts of each column under its heading; empty columns are left out."""
 
     def cell(times: Times | None) -> str:
         return "" if times is None else duration(times.seconds)
@@ -153,7 +153,7 @@ def rich_table(table: Table) -> RichTable:
 
 
 def show(tables: Iterable[Table]) -> None:
-    """Print tables on the standard output, with rich if it is installed; empty ones as notes."""
+    """Print tables on the standard output, by rich if it is installed; of empty ones the notes."""
     if find_spec("rich") is None:
         for table in tables:
             print(plain(table) if table.rows else "\n".join(table.notes), end="\n\n")

@@ -177,7 +177,7 @@ class Skipped:
         return " ".join(word for word in words if word)
 
     def __str__(self) -> str:
-        """One line."""
+        """The call and the reason, in one line."""
         return f"skipped {self.call}: {self.reason}"
 
 

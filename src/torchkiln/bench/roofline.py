@@ -44,7 +44,7 @@ def written(result: object, known: list[Tensor]) -> int:
 
 
 def ceilings(work: Work, result_bytes: int, device: torch.device) -> dict[str, Call]:
-    """Calls of torch with as much work as a call that writes ``result_bytes``.
+    """Calls of torch that do the same work as a call that writes ``result_bytes``.
 
     The copy writes to new memory, like ops: on a CPU page faults are a large part of the time. For
     arithmetic, a product of square matrices has as many operations.

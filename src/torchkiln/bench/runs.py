@@ -17,11 +17,11 @@ from torchkiln.testing import SPECS, OpSpec
 from torchkiln.testing.environment import environment
 
 DIRECTIONS = {FORWARD: (FORWARD,), BACKWARD: (BACKWARD,), "both": (FORWARD, BACKWARD)}
-"""Values of ``direction``."""
+"""The measured directions for each value of ``direction``."""
 
 
 class Progress(Protocol):
-    """Display of a run."""
+    """A display of the progress of a run."""
 
     def begin(self, words: str) -> None:
         """Start the next piece."""
@@ -31,7 +31,7 @@ class Progress(Protocol):
 
 
 class Silent:
-    """Shows nothing."""
+    """A display that shows nothing."""
 
     def begin(self, words: str) -> None:
         """Do nothing."""
@@ -70,7 +70,7 @@ def run(
     peers: Sequence[str] = PEERS,
     within: float | None = None,
 ) -> Record:
-    """Time large calls of ops beside their peers and their ceiling, as ``torchkiln bench`` does.
+    """Time large calls of ops, their peers and their ceiling, as ``torchkiln bench`` does.
 
     Args:
         *ops: names of ops; all by default.

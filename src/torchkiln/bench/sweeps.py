@@ -116,7 +116,7 @@ def shares(
 
 
 def short(count: int) -> str:
-    """``4 K`` for 4096."""
+    """A number in powers of two, such as ``4 K`` for 4096."""
     for unit, factor in (("M", 2**20), ("K", 2**10)):
         if count >= factor:
             return f"{count // factor} {unit}"

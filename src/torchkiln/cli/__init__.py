@@ -21,12 +21,12 @@ from torchkiln.cli.status import Status
 
 
 class Command(NamedTuple):
-    """A word after ``torchkiln``."""
+    """A command: its module, description and example."""
 
     words: str
     example: str
     module: str
-    """Defines ``run(options)``, or ``main(words)`` without a parser; returns the exit status."""
+    """The module whose ``run(options)``, or ``main(words)`` without a parser, is called."""
     parser: Callable[[Sequence[str]], Namespace] | None = None
 
 
@@ -105,7 +105,7 @@ def usage() -> str:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status, one of :class:`torchkiln.cli.status.Status`."""
+    """Run one command; returns the exit status, one of :class:`torchkiln.cli.status.Status`."""
     try:
         try:
             return run(list(sys.argv[1:] if given is None else given))

@@ -44,7 +44,7 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def minutes(text: str) -> float:
-    """Minutes, as seconds."""
+    """A number of minutes, converted to seconds."""
     return 60 * positive(text)
 
 
@@ -57,7 +57,7 @@ def positive_count(text: str) -> int:
 
 
 def percent(text: str) -> float:
-    """A percentage, as a fraction."""
+    """A percentage, converted to a fraction."""
     return positive(text.removesuffix("%")) / 100
 
 
@@ -156,7 +156,7 @@ def require_outputs(options: argparse.Namespace) -> None:
 
 
 def require_table(options: argparse.Namespace) -> None:
-    """Refuse a run that does not time what a table of ``--compile`` consists of."""
+    """Refuse a run that does not time the calls for a table of ``--compile``."""
     kinds = options.kinds or ["calls"]
     for name, got, expected, is_right in (
         ("--peers", ",".join(options.peers), "compile", "compile" in options.peers),

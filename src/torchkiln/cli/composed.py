@@ -18,7 +18,7 @@ VARIANTS = ("", "1x1", "residual", "silu")
 
 
 def conv_bn_act(where: str, options: argparse.Namespace) -> tuple[Callable[..., Any], Any, Any]:
-    """A call in eval mode, as the benchmark times it, and for both directions with a gradient."""
+    """A call in eval mode, as in the benchmark; with a gradient for both directions."""
     variant = options.variant or ""
     if variant not in VARIANTS:
         raise ValueError(

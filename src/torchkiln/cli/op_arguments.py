@@ -38,7 +38,7 @@ def requested_case(where: str, options: argparse.Namespace) -> BenchCase:
 
 
 def print_refusal(where: str, options: argparse.Namespace, error: Exception) -> Status:
-    """Print why the call cannot be made; the exit status."""
+    """Print why the call cannot be made; returns the exit status."""
     if reason_of(error) == NO_MEMORY:
         given = "x".join(map(str, options.shape)) if options.shape else "none"
         error = CannotRun(f"{where}: --shape: got {given}, expected a smaller one: {NO_MEMORY}")

@@ -12,7 +12,7 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 Shape = tuple[int, int]
-"""Rows and columns."""
+"""Rows and columns of a call."""
 
 DTYPES = {
     "float32": ("fp32", "float"),
@@ -137,7 +137,7 @@ def write_file(where: str, option: str, path: Path, text: str) -> None:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file; if that fails, or the process is killed, an old file is unchanged."""
-    target = path.resolve()  # keeps a link
+    target = path.resolve()  # a link is kept, and its target is written
     is_device = path.absolute().parts[1] in ("dev", "proc") or (
         path.exists() and not path.is_file()
     )

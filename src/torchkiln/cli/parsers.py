@@ -116,7 +116,8 @@ def profile(given: Sequence[str]) -> argparse.Namespace:
     add = options.add_argument
     add("--out", type=Path, metavar="FILE.ncu-rep", help="ncu's report (default: in build/profile)")
     add("--no-counters", action="store_true", help="only times, without ncu")
-    return options.parse_args(given, argparse.Namespace(words=list(given)))  # words: for ncu
+    # the words are passed to ncu
+    return options.parse_args(given, argparse.Namespace(words=list(given)))
 
 
 def replace(given: Sequence[str]) -> argparse.Namespace:

@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class Status(IntEnum):
-    """What an exit status means, for every command."""
+    """The exit statuses, with one meaning in all commands."""
 
     DONE = 0
     FOUND = 1
@@ -27,6 +27,6 @@ class CannotRun(ValueError):  # noqa: N818 - a state of the machine
 
 
 def refused(error: Exception) -> Status:
-    """Print why a command does not run; the exit status."""
+    """Print why a command does not run; returns the exit status."""
     print(error, file=sys.stderr)
     return Status.CANNOT_RUN if isinstance(error, CannotRun) else Status.WRONG_CALL

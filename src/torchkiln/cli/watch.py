@@ -41,7 +41,7 @@ class Run:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
             status = compile_and_test(options.source, options.test, options.include)
         except BrokenPipeError:
-            pass  # nobody reads the output: the parent ends, too
+            pass  # the reader of the output has ended, so the parent ends, too
         except BaseException:
             traceback.print_exc()
         finally:

@@ -129,7 +129,7 @@ def compile_and_test(source: Path, test: Path | None, include: Sequence[Path] = 
     passed = True
     with timed_compiler() as compiling, timed_kernels() as kernels:
         try:
-            architecture = architecture_of()  # initialises CUDA, too
+            architecture = architecture_of()  # also initialises CUDA, before the time is taken
             begin = time.perf_counter()
             load(source, include=include)
         except (CompileError, FileNotFoundError) as error:

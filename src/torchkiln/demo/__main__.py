@@ -30,7 +30,7 @@ WHERE = "torchkiln.demo"
 
 @dataclass(frozen=True)
 class Size:
-    """Amount of work."""
+    """The amount of work in a demo."""
 
     shape: tuple[int, int]
     """Rows and columns of the tensors that are timed."""
@@ -55,7 +55,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the tour; a wrong result is something found."""
+    """Run the tour; a wrong result gives the exit status FOUND."""
     try:
         make_folder(WHERE, "--out", options.out)
         require_json(WHERE, options.json)

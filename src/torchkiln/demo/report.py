@@ -75,7 +75,7 @@ def stage(title: str, entries: Iterable[T], words: Callable[[T], str]) -> list[T
 
 
 def errors(rows: list[Errors], *, full: bool) -> None:
-    """The largest error of each family of ops, or the errors of each op in all dtypes."""
+    """Print the largest error of each family of ops, or the errors of each op in all dtypes."""
     title = "Largest error against float64, in rounding steps of the dtype"
     counts = [row.samples for row in rows]
     if not full:
@@ -108,7 +108,7 @@ def worst(rows: list[Errors]) -> Errors:
 
 
 def timings(rows: list[Measurement], *, full: bool) -> None:
-    """Speed-ups of each family, or all times."""
+    """Print the speed-ups of each family, or all times."""
     if full:
         show(tables(rows))
         return
@@ -136,7 +136,7 @@ def timings(rows: list[Measurement], *, full: bool) -> None:
 
 
 def explanation(device: torch.device) -> None:
-    """Kernels and memory of a call on rows with a stride: forward and backward, without a copy."""
+    """Print kernels and memory of a call on rows with a stride, forward and backward."""
     x = torch.randn(4096, 2048, device=device)[:, :1024].requires_grad_()
     weight = torch.ones(1024, device=device, requires_grad=True)
     print(f"\n{torchkiln.explain(torchkiln.rms_norm, x, 1024, weight)}", flush=True)

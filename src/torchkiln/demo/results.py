@@ -1,4 +1,4 @@
-"""What the demo found, for programs."""
+"""The results of the demo, for programs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Results(Report):
-    """The results of all parts."""
+    """The results of all parts of the demo."""
 
     schema: ClassVar[str] = "torchkiln.demo/1"
 

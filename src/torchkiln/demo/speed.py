@@ -54,7 +54,7 @@ def family(op: str) -> str:
 
 
 def by_family(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows of each family."""
+    """The rows, grouped by family."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(family(row.op), []).append(row)

@@ -40,7 +40,7 @@ def placed(like: Any, dim: int, **tensors: Any) -> dict[str, Placement]:
 
 
 def elementwise(call: Call, *names: str) -> Choices:
-    """Dimensions of the broadcast shape of these arguments."""
+    """Shards along each dimension of the broadcast shape of these arguments."""
     tensors = {name: getattr(call, name) for name in names}
     largest = max(tensors.values(), key=lambda x: (rank(x), tuple(x.shape)))
     sizes = [
@@ -53,49 +53,49 @@ def elementwise(call: Call, *names: str) -> Choices:
 
 
 def unary(call: Call) -> Choices:
-    """All dimensions of one tensor ``x``."""
+    """Shards along each dimension of one tensor ``x``."""
     yield from elementwise(call, "x")
 
 
 def add(call: Call) -> Choices:
-    """Dimensions; also parts, because the sum of two parts is a part of the sum."""
+    """Shards along each dimension; also parts, because a sum of parts is a part of the sum."""
     yield from elementwise(call, "a", "b")
     yield [Partial()], {"a": Partial(), "b": Partial()}
 
 
 def muladd(call: Call) -> Choices:
-    """Dimensions; also parts, because the result is linear in a and c together."""
+    """Shards along each dimension; also parts: the result is linear in a and c together."""
     yield from elementwise(call, "a", "b", "c")
     yield [Partial()], {"a": Partial(), "c": Partial()}
 
 
 def activation_backward(call: Call) -> Choices:
-    """Dimensions; also parts, because the result is linear in the incoming gradient."""
+    """Shards along each dimension; also parts: the result is linear in the incoming gradient."""
     yield from elementwise(call, "grad", "saved")
     yield [Partial()], {"grad": Partial()}
 
 
 def gated(call: Call) -> Choices:
-    """Dimensions of gate and up, but not the last dimension of a packed gate, which holds both."""
+    """Shards of gate and up, but not in the last dimension of a packed gate, which holds both."""
     last = 1 if call.up is None else 0
     for dim in range(rank(call.gate) - last):
         yield [Shard(dim)], placed(call.gate, dim, gate=call.gate, up=call.up)
 
 
 def gated_backward(call: Call) -> Choices:
-    """As for :func:`gated`; the results are the gradients of gate and up."""
+    """The choices of :func:`gated`; the results are the gradients of gate and up."""
     for outputs, inputs in gated(call):
         yield [*outputs, *outputs], {**inputs, "grad": outputs[0]}
 
 
 def gated_backward_with_output(call: Call) -> Choices:
-    """All dimensions but the last; the results are a packed gate's gradient, and the output."""
+    """Shards in all but the last dimension; the results are a packed gate's gradient and output."""
     for dim in range(rank(call.packed) - 1):
         yield [Shard(dim), Shard(dim)], {"grad": Shard(dim), "packed": Shard(dim)}
 
 
 def bias_act(call: Call) -> Choices:
-    """All dimensions, with a bias along the last; parts if there is no activation."""
+    """Shards along each dimension, with a bias along the last; parts if there is no activation."""
     for dim in range(rank(call.x)):
         yield [Shard(dim)], placed(call.x, dim, x=call.x, bias=call.bias)
     if call.act == "none":
@@ -103,16 +103,16 @@ def bias_act(call: Call) -> Choices:
 
 
 def bias_act_forward(call: Call) -> Choices:
-    """All dimensions, but none for relu, whose saved bits have no dimensions to shard."""
+    """Shards along each dimension, but none for relu, whose saved bits have no such dimensions."""
     if call.act != "relu":
         for dim in range(rank(call.x)):
             yield [Shard(dim), Replicate()], placed(call.x, dim, x=call.x, bias=call.bias)
 
 
 def bias_act_backward(call: Call) -> Choices:
-    """All dimensions; the gradient of the bias is a sum over all but the last.
+    """Shards along each dimension; the gradient of the bias is a sum over all but the last.
 
-    None if the saved tensor is the packed bits of relu.
+    No choice if the saved tensor is the packed bits of relu.
     """
     if tuple(call.saved.shape) != tuple(call.grad.shape):
         return
@@ -123,13 +123,13 @@ def bias_act_backward(call: Call) -> Choices:
 
 
 def norm(call: Call) -> Choices:
-    """Rows; the normalized dimensions are not sharded."""
+    """Shards of rows; the normalized dimensions are not sharded."""
     for dim in range(rank(call.x) - len(call.normalized_shape)):
         yield [Shard(dim)], {"x": Shard(dim)}
 
 
 def add_norm(call: Call) -> Choices:
-    """Rows; the results are the norm and the sum."""
+    """Shards of rows; the results are the norm and the sum."""
     for dim in range(rank(call.x) - len(call.normalized_shape)):
         yield [Shard(dim), Shard(dim)], {"x": Shard(dim), "residual": Shard(dim)}
 
@@ -145,26 +145,26 @@ def with_statistics(rows: Callable[[Call], Choices]) -> Callable[[Call], Choices
 
 
 def norm_backward(call: Call) -> Choices:
-    """Rows, over which the gradients of weight and bias are sums."""
+    """Shards of rows, over which the gradients of weight and bias are sums."""
     for dim in range(rank(call.stats) - 1):
         inputs = {name: Shard(dim) for name in ("grad", "grad_sum", "z")}
         yield [Shard(dim), Partial(), Partial()], {**inputs, "stats": Shard(dim + 1)}
 
 
 def gated_norm(call: Call) -> Choices:
-    """Rows of x and gate; the normalized dimensions are not sharded."""
+    """Shards of rows of x and gate; the normalized dimensions are not sharded."""
     for dim in range(rank(call.x) - len(call.normalized_shape)):
         yield [Shard(dim)], {"x": Shard(dim), "gate": Shard(dim)}
 
 
 def gated_norm_forward(call: Call) -> Choices:
-    """Rows; the results are the norm and rstd [*rows, groups]."""
+    """Shards of rows; the results are the norm and rstd [*rows, groups]."""
     for outputs, inputs in gated_norm(call):
         yield [*outputs, *outputs], inputs
 
 
 def gated_norm_backward(call: Call) -> Choices:
-    """Rows, over which the gradient of the weight is a sum."""
+    """Shards of rows, over which the gradient of the weight is a sum."""
     for dim in range(rank(call.rstd) - 1):
         inputs = {name: Shard(dim) for name in ("grad", "x", "gate", "rstd")}
         yield [Shard(dim), Shard(dim), Partial()], inputs
@@ -177,7 +177,7 @@ def next_dim(placement: Placement) -> Placement:
 
 
 def linear(call: Call) -> Choices:
-    """Rows, columns of the result, and, without an activation, the summed dimension."""
+    """Shards of rows, of result columns and, without an activation, of the summed dimension."""
     last = rank(call.x) - 1
     for dim in range(last):
         yield [Shard(dim)], {"x": Shard(dim), "residual": Shard(dim)}
@@ -194,9 +194,9 @@ def linear(call: Call) -> Choices:
 
 
 def linear_forward(call: Call) -> Choices:
-    """As for :func:`linear`; the results are the output and the saved argument of the activation.
+    """The choices of :func:`linear`; the results are the output and the activation's argument.
 
-    Relu without a residual saves none.
+    The argument is saved for backward; relu without a residual saves none.
     """
     saves = call.act != "none" and (call.act != "relu" or call.residual is not None)
     for outputs, inputs in linear(call):
@@ -204,7 +204,7 @@ def linear_forward(call: Call) -> Choices:
 
 
 def gated_mlp(call: Call) -> Choices:
-    """Rows, and columns of the result; not hidden features, whose gate and up are packed."""
+    """Shards of rows and of result columns; not of hidden features: gate and up are packed."""
     last = rank(call.x) - 1
     for dim in range(last):
         yield [Shard(dim)], {"x": Shard(dim)}
@@ -212,14 +212,14 @@ def gated_mlp(call: Call) -> Choices:
 
 
 def mlp(call: Call) -> Choices:
-    """As for :func:`gated_mlp`, and the hidden features, over which the second product sums."""
+    """The choices of :func:`gated_mlp`; also shards of hidden features, which give parts."""
     yield from gated_mlp(call)
     hidden: dict[str, Placement] = {"up_weight": Shard(0), "up_bias": Shard(0)}
     yield [Partial()], {**hidden, "down_weight": Shard(1), "down_bias": Partial()}
 
 
 def softmax(call: Call, name: str = "x") -> Choices:
-    """All dimensions but the summed one; with a causal mask also not the last two."""
+    """Shards in all dimensions but the summed one; with a causal mask also not in the last two."""
     x = getattr(call, name)
     summed = call.dim % max(rank(x), 1)
     causal = {rank(x) - 2, rank(x) - 1} if call.causal else set()
@@ -229,13 +229,13 @@ def softmax(call: Call, name: str = "x") -> Choices:
 
 
 def softmax_backward(call: Call) -> Choices:
-    """As for the result of :func:`softmax`."""
+    """The choices of :func:`softmax`, for its result and the incoming gradient."""
     for outputs, inputs in softmax(call, "y"):
         yield outputs, {**inputs, "grad": outputs[0]}
 
 
 def cross_entropy(call: Call) -> Choices:
-    """Rows, for losses per row or their sum. The mean needs the weight of all rows."""
+    """Shards of rows, for losses per row or their sum. The mean needs the weight of all rows."""
     if call.reduction == "mean" or rank(call.logits) == 1:
         return
     has_classes = rank(call.target) == rank(call.logits)
@@ -249,7 +249,7 @@ def cross_entropy(call: Call) -> Choices:
 
 
 def dropout_with_state(call: Call) -> Choices:
-    """Without a state, all dimensions; with a state, only the shards that it was drawn for.
+    """Without a state, shards in all dimensions; with a state, only those that it was drawn for.
 
     A state ``[..., 2]`` has a size above 1 in each sharded dimension.
     """
@@ -262,7 +262,7 @@ def dropout_with_state(call: Call) -> Choices:
 
 
 def dropout_backward(call: Call) -> Choices:
-    """The gradient of the bias is a sum over all dimensions but the last."""
+    """Shards for which the state was drawn; the gradient of the bias is summed over rows."""
     last = rank(call.grad) - 1
     for dim in range(min(rank(call.grad), rank(call.state) - 1)):
         if call.state.shape[dim] > 1:
@@ -271,7 +271,7 @@ def dropout_backward(call: Call) -> Choices:
 
 
 def rope(call: Call) -> Choices:
-    """Batches, tokens and heads."""
+    """Shards of batches, tokens and heads."""
     dims = rank(call.q)
     heads = call.heads_dim % dims
     tokens = ({dims - 3, dims - 2} - {heads}).pop()
@@ -299,7 +299,7 @@ def angle_shards(angles: Sequence[Any], positions: Any, from_end: int) -> dict[s
 
 
 def qkv_norm_rope(call: Call) -> Choices:
-    """Batches and tokens of the projection; not heads, which share a row."""
+    """Shards of batches and tokens of the projection; not of heads, which share a row."""
     dims = rank(call.qkv)
     for dim in range(dims - 1):
         from_end = dims - dim
@@ -309,21 +309,21 @@ def qkv_norm_rope(call: Call) -> Choices:
 
 
 def qkv_norm_rope_backward(call: Call) -> Choices:
-    """Batches and tokens, over which the gradients of the weights are sums."""
+    """Shards of batches and tokens, over which the gradients of the weights are sums."""
     for outputs, inputs in qkv_norm_rope(call):
         grads = {f"grad_{name}": outputs[0] for name in "qkv"}
         yield [inputs["qkv"], Partial(), Partial()], {**inputs, **grads}
 
 
 def total(call: Call) -> Choices:
-    """Kept dimensions; also summed dimensions and parts, whose results are parts."""
+    """Shards of kept dimensions; also of summed ones, and parts, whose results are parts."""
     dims = range(rank(call.x))
     summed = {d % rank(call.x) for d in call.dim} if call.dim and dims else set(dims)
     for dim in dims:
         if dim not in summed:
             before = 0 if call.keepdim else sum(d < dim for d in summed)
             yield [Shard(dim - before)], {"x": Shard(dim)}
-    if call.dtype in (torch.float16, torch.bfloat16):  # parts of the sum would be rounded
+    if call.dtype in (torch.float16, torch.bfloat16):  # partial sums would be rounded
         return
     for dim in summed:
         yield [Partial()], {"x": Shard(dim)}
@@ -331,14 +331,14 @@ def total(call: Call) -> Choices:
 
 
 def mean(call: Call) -> Choices:
-    """As for sums, except shards of summed dimensions: unequal sizes would need unequal weights."""
+    """The choices of :func:`total`, except shards of summed dimensions: sizes may be unequal."""
     for outputs, inputs in total(call):
         if isinstance(outputs[0], Shard) or isinstance(inputs["x"], Partial):
             yield outputs, inputs
 
 
 def bn_act(call: Call) -> Choices:
-    """Channels; with running statistics all dimensions, because elements are independent."""
+    """Shards of channels; in eval mode shards of all dimensions, as elements are independent."""
     whole = {name for name in ("x", "residual") if getattr(call, name) is not None}
     vectors = ("weight", "bias", "running_mean", "running_var")
     for dim in range(rank(call.x)):
@@ -351,17 +351,17 @@ def bn_act(call: Call) -> Choices:
 
 
 def group_norm(call: Call) -> Choices:  # noqa: ARG001
-    """Samples, which are independent."""
+    """Shards of samples, which are independent."""
     yield [Shard(0)], {"x": Shard(0)}
 
 
 def group_norm_forward(call: Call) -> Choices:  # noqa: ARG001
-    """Samples; the results are the output and the statistics [3, samples, groups]."""
+    """Shards of samples; the results are the output and the statistics [3, samples, groups]."""
     yield [Shard(0), Shard(1)], {"x": Shard(0)}
 
 
 def group_norm_backward(call: Call) -> Choices:  # noqa: ARG001
-    """Samples, over which the gradients of weight and bias are sums."""
+    """Shards of samples, over which the gradients of weight and bias are sums."""
     inputs = {"grad": Shard(0), "x": Shard(0), "statistics": Shard(1)}
     yield [Shard(0), Partial(), Partial()], inputs
 

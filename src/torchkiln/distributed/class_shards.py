@@ -20,7 +20,7 @@ gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @dataclass(frozen=True)
 class ClassShard:
-    """The classes of this process."""
+    """The classes that this process holds."""
 
     group: dist.ProcessGroup | None
     first: int
@@ -87,7 +87,7 @@ def numbers_of_rows(
         shard.classes,
     )
     if weight is None:
-        own = own[:WEIGHT]  # the weight of a row follows from its target
+        own = own[:WEIGHT]  # without class weights, the weight of a row follows from its target
     parts = own.new_empty(dist.get_world_size(shard.group), *own.shape)
     gather_into(parts.flatten(0, 1), own, group=shard.group)
     return join(parts, target == options.ignore_index, options.z_loss)
@@ -105,7 +105,7 @@ def join(parts: Tensor, ignored: Tensor, z_loss: float) -> Rows:
         weight = parts[:, WEIGHT].sum(0).masked_fill(ignored, 0)
     else:
         weight = ignored.logical_not().to(parts.dtype)
-    # A term is the sum of q * (log_sum_exp - logits) over the classes of a shard.
+    # The loss of a row: the sum of q * (log_sum_exp - logits), from sums per shard.
     loss = (mass * (log_sum - distance) - parts[:, BELOW]).sum(0)
     factor = mass.sum(0)
     if z_loss:

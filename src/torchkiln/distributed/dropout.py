@@ -63,7 +63,7 @@ def dropped(x: Any, bias: Any, residual: Any, p: float, training: bool) -> Any:
 
 
 def dropout_add(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``torchkiln.dropout_add``."""
+    """torchkiln.dropout_add of distributed tensors."""
 
     def call(x: Any, residual: Any, p: float = 0.5, training: bool = True) -> Any:
         return dropped(x, None, residual, p, training)
@@ -72,7 +72,7 @@ def dropout_add(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def bias_dropout_add(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``torchkiln.bias_dropout_add``."""
+    """torchkiln.bias_dropout_add of distributed tensors."""
 
     def call(x: Any, bias: Any, residual: Any, p: float = 0.5, training: bool = True) -> Any:
         return dropped(x, bias, residual, p, training)

@@ -51,7 +51,7 @@ class LogitShard:
         most = CHUNK_BYTES // (classes * self.x.element_size())
         most = min(max(most, LEAST_ROWS), MOST_ROWS)
         size = -(-rows // max(-(-rows // most), 1))
-        for begin in range(0, max(rows, 1), max(size, 1)):  # without rows one empty chunk
+        for begin in range(0, max(rows, 1), max(size, 1)):  # one empty chunk if there are no rows
             yield slice(begin, begin + size)
 
     def logits(self, rows: slice) -> Tensor:

@@ -52,7 +52,7 @@ def joined(own: Tensor, target: Tensor, settings: Settings) -> tuple[Tensor, Ten
 
 
 def join(parts: Tensor, ignored: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same from the numbers of all shards, ``[shards, 4 or 5, rows]``.
+    """The results of :func:`joined` from the numbers of shards, ``[shards, 4 or 5, rows]``.
 
     The state is ``[3, rows]``: log-sum-exp, the factor of the exponentials, and the entropy.
     """
@@ -66,7 +66,7 @@ def join(parts: Tensor, ignored: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     logp = own.sum(0) - log_sum
     entropy = torch.zeros_like(logp)
     if parts.shape[1] > MOMENT:
-        distance = distance.masked_fill(factor == 0, 0)  # else infinity * 0
+        distance = distance.masked_fill(factor == 0, 0)  # otherwise infinity * 0 gives NaN
         moment = (factor * (parts[:, MOMENT] + distance * parts[:, SUM])).sum(0)
         entropy = (log_sum - moment / total).masked_fill(ignored, 0)
     log_sum_exp = maximum + log_sum
@@ -89,7 +89,7 @@ def gradient_of(
 
 
 class ShardedLogprob(torch.autograd.Function):
-    """Both results of rows of logits. Backward does not communicate."""
+    """Log-probabilities and entropies of rows of logits. Backward does not communicate."""
 
     @staticmethod
     def forward(
@@ -126,7 +126,7 @@ class LogprobLayer(LogitShard):
 
 
 class ShardedLinearLogprob(torch.autograd.Function):
-    """Both results of the rows of a layer. Backward adds the gradients of x of all processes."""
+    """Log-probabilities and entropies of a layer. Backward adds all processes' gradients of x."""
 
     @staticmethod
     def forward(

@@ -26,7 +26,7 @@ BLOCK = 128
 def holds_blocks(tensor: Any, size: Any) -> bool:
     """Whether each device of a tensor's mesh gets whole blocks of so many elements.
 
-    Every dimension of the mesh may shard them. Without a mesh nothing is known.
+    Every dimension of the mesh may shard them. False without a mesh, whose size is then unknown.
     """
     mesh = getattr(tensor, "mesh", None)
     return mesh is not None and size % (BLOCK * mesh.size()) == 0
@@ -40,14 +40,14 @@ def rows_hold_blocks(x: Any) -> bool:
 
 
 def quantize(call: Call) -> Choices:
-    """All dimensions but the last, and the last one in whole blocks; data and scales alike."""
+    """Shards in all dimensions but the last, and in the last in whole blocks: data and scales."""
     for dim in range(rank(call.x)):
         if dim < rank(call.x) - 1 or holds_blocks(call.x, call.x.shape[-1]):
             yield [Shard(dim)] * 2, {"x": Shard(dim)}
 
 
 def turned(call: Call, name: str) -> Choices:
-    """Rows in the first dimension, and columns, both in whole blocks; the results are turned."""
+    """Shards of rows in the first dimension and of columns, in whole blocks; transposed results."""
     x = getattr(call, name)
     if rows_hold_blocks(x):
         yield [Shard(1)] * 2, {name: Shard(0)}
@@ -56,25 +56,25 @@ def turned(call: Call, name: str) -> Choices:
 
 
 def quantize_both(call: Call) -> Choices:
-    """As for :func:`turned`; the results are those of :func:`quantize`, and these turned."""
+    """The choices of :func:`turned`; the results are those of :func:`quantize`, also transposed."""
     for outputs, inputs in turned(call, "x"):
         yield [*[inputs["x"]] * 2, *outputs], inputs
 
 
 def quantize_weight(call: Call) -> Choices:
-    """Rows and columns in whole blocks."""
+    """Shards of rows and of columns in whole blocks."""
     for outputs, inputs in turned(call, "weight"):
         yield [*[inputs["weight"]] * 2, *outputs], inputs
 
 
 def transpose_quantized(call: Call) -> Choices:
-    """As for :func:`turned`."""
+    """The choices of :func:`turned`."""
     for outputs, inputs in turned(call, "data"):
         yield outputs, {**inputs, "scale": inputs["data"]}
 
 
 def dequantize(call: Call) -> Choices:
-    """All dimensions, those with a scale for several elements in whole blocks."""
+    """Shards in all dimensions; in whole blocks where several elements have one scale."""
     for dim in range(rank(call.data)):
         size = call.data.shape[dim]
         has_own = dim < rank(call.data) - 1 and call.scale.shape[dim] == size
@@ -83,7 +83,7 @@ def dequantize(call: Call) -> Choices:
 
 
 def quantized_product(call: Call) -> Choices:
-    """Rows, columns of the result, and the summed dimension, which gives a part of the sum."""
+    """Shards of rows, of result columns, and of the summed dimension; the last give parts."""
     last = rank(call.a) - 1
     for dim in range(last):
         yield [Shard(dim)], {"a": Shard(dim), "a_scale": Shard(dim)}
@@ -95,7 +95,7 @@ def quantized_product(call: Call) -> Choices:
 
 
 def linear_fp8(call: Call) -> Choices:
-    """As for :func:`linear` without an activation; sharded weights in whole blocks."""
+    """The choices of a linear layer without an activation; shards of weights are whole blocks."""
     last = rank(call.x) - 1
     for dim in range(last):
         yield [Shard(dim)], dict.fromkeys(("x", "scale", "source"), Shard(dim))
@@ -112,31 +112,31 @@ def linear_fp8(call: Call) -> Choices:
 
 
 def gated_linear_fp8(call: Call) -> Choices:
-    """All dimensions of x but the last. A shard of the weight's rows would part gate from up."""
+    """Shards of all dimensions of x but the last; shards of weight rows would part gate from up."""
     for dim in range(rank(call.x) - 1):
         yield [Shard(dim)] * 3, dict.fromkeys(("x", "scale", "source"), Shard(dim))
 
 
 def gated_fp8_backward(call: Call) -> Choices:
-    """Rows in the first dimension, in whole blocks; the last two results are turned."""
+    """Shards of rows in the first dimension, in whole blocks; the last two results transposed."""
     if rows_hold_blocks(call.packed):
         yield [Shard(0), Shard(0), Shard(1), Shard(1)], {"grad": Shard(0), "packed": Shard(0)}
 
 
 def gated_fp8(call: Call) -> Choices:
-    """All dimensions but the last, along which scales are shared: data, scale, and a stand-in."""
+    """Shards in all dimensions but the last; the results are data, scale, and a stand-in."""
     for dim in range(rank(call.gate) - 1):
         yield [Shard(dim)] * 3, placed(call.gate, dim, gate=call.gate, up=call.up)
 
 
 def norm_fp8(call: Call) -> Choices:
-    """Rows; the results are data, scale, and the tensor that stands for the norm."""
+    """Shards of rows; the results are data, scale, and the tensor that stands for the norm."""
     for outputs, inputs in norm(call):
         yield [*outputs] * 3, inputs
 
 
 def add_norm_fp8(call: Call) -> Choices:
-    """Rows; the results are those of :func:`norm_fp8`, and the sum."""
+    """Shards of rows; the results are those of :func:`norm_fp8`, and the sum."""
     for outputs, inputs in add_norm(call):
         yield [*outputs, *outputs], inputs
 

@@ -13,7 +13,7 @@ Layouts = tuple[Placement, ...]
 
 
 def distributed(value: Any, mesh: DeviceMesh, placements: Layouts) -> Any:
-    """A tensor with these placements; plain tensors already have them, other values stay."""
+    """A DTensor with these placements, which plain tensors have already; other values unchanged."""
     if isinstance(value, DTensor):
         is_there = value.placements == placements
         return value if is_there else value.redistribute(placements=placements, async_op=True)

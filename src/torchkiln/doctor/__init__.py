@@ -14,7 +14,7 @@ State = Literal["ok", "note", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check."""
+    """The result of one check of the doctor."""
 
     topic: str
     state: State

@@ -12,7 +12,7 @@ from torchkiln.doctor.report import examine
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Examine this machine and print the report; the exit status."""
+    """Examine this machine and print the report; returns the exit status."""
     parser = argparse.ArgumentParser(prog="torchkiln doctor", description=__doc__)
     add_json(parser)
     options = parser.parse_args(given)

@@ -114,7 +114,7 @@ class Facts:
         if self.record is None:
             return True
         if found := mismatch(self.record, self.torch):
-            return not found.torches  # otherwise another torch is enough
+            return not found.torches  # if another torch fits, no build is needed
         return bool(
             self.record["cuda"] is None
             and self.driver.device_there
@@ -124,7 +124,7 @@ class Facts:
 
 
 def gather(environment: Environment) -> Facts:
-    """Read all facts."""
+    """Read all facts about an environment."""
     torch, torch_error = None, None
     if environment.torch:
         try:

@@ -86,7 +86,7 @@ def find_build(environment: Environment, facts: Facts) -> list[Finding]:
 
 
 def find_cpu_build(_: Environment, facts: Facts) -> list[Finding]:
-    """Whether a GPU stays unused because the build has no CUDA kernels."""
+    """Whether a GPU is unused because the build has no CUDA kernels."""
     record, torch = facts.record, facts.torch
     if record is None or record["cuda"] or not facts.driver.gpus or not (torch and torch.cuda):
         return []

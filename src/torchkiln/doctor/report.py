@@ -105,7 +105,7 @@ def _indented(words: str) -> str:
 
 
 def examine(environment: Environment) -> Report:
-    """Run all checks."""
+    """Run all checks of an environment."""
     facts = gather(environment)
     found: list[Finding] = []
     for check in CHECKS:
@@ -149,7 +149,7 @@ def _why_nowhere(facts: Facts) -> str | None:
 
 def _why_cpu_only(facts: Facts) -> str | None:
     torch, record, driver = facts.torch, facts.record, facts.driver
-    assert torch is not None  # _why_nowhere()
+    assert torch is not None  # _why_nowhere() gives a reason otherwise
     assert record is not None
     if not torch.cuda:
         return "torch has no CUDA"
@@ -164,7 +164,7 @@ def _why_cpu_only(facts: Facts) -> str | None:
 
 
 def _kernel(name: str, facts: Facts, device: Gpu) -> str | None:
-    assert facts.record is not None  # _why_nowhere()
+    assert facts.record is not None  # _why_nowhere() gives a reason otherwise
     kernel = gpu.kernel_for(facts.record, device.capability)
     if kernel and name in PRODUCTS and device.capability == (9, 0):
         built = any(item.startswith("90") for item in facts.record["cuda_architectures"])

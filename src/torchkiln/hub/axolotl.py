@@ -29,7 +29,7 @@ class ReplacePlugin(BasePlugin):
     """Replaces modules of the model when it is loaded, with its adapters and before the trainer."""
 
     report: Report | None = None
-    """What was replaced in the last model."""
+    """The report about the last model."""
 
     def get_input_args(self) -> str:
         """The path of the class with the keys of the configuration."""

@@ -44,7 +44,7 @@ class SiluAndMul(Layer):
     """``silu(gate) * up`` of the halves of the last dimension."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The gated unit."""
+        """The gated unit of the halves of ``x``."""
         return swiglu(x)
 
 
@@ -52,7 +52,7 @@ class GeluAndMul(Layer):
     """``gelu(gate) * up`` of the halves of the last dimension."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The gated unit."""
+        """The gated unit of the halves of ``x``."""
         return geglu(x)
 
 
@@ -60,7 +60,7 @@ class GeluTanhAndMul(Layer):
     """:class:`GeluAndMul` with the approximation by a hyperbolic tangent."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The gated unit."""
+        """The gated unit of the halves of ``x``."""
         return geglu(x, approximate="tanh")
 
 
@@ -68,7 +68,7 @@ class SiLU(Layer):
     """``x / (1 + exp(-x))``."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The activation."""
+        """The activation of each element."""
         return silu(x)
 
 
@@ -76,7 +76,7 @@ class GeLU(Layer):
     """``x`` times the cumulative normal distribution."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The activation."""
+        """The activation of each element."""
         return gelu(x)
 
 
@@ -84,7 +84,7 @@ class GeluTanh(Layer):
     """:class:`GeLU` with the approximation by a hyperbolic tangent."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The activation."""
+        """The activation of each element."""
         return gelu(x, approximate="tanh")
 
 
@@ -92,7 +92,7 @@ class QuickGELU(Layer):
     """``x / (1 + exp(-1.702 * x))``."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The activation."""
+        """The activation of each element."""
         return quick_gelu(x)
 
 

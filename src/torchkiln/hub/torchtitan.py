@@ -4,8 +4,8 @@ Name those to use::
 
     --override.imports torchkiln.hub.torchtitan.rms_norm,torchkiln.hub.torchtitan.loss
 
-Parameters, checkpoints and sharding stay the same. DTensors, and calls while ``spmd_types`` checks
-types, run torchtitan's forward. Classes that torchtitan derives from these stay as they are.
+Parameters, checkpoints and sharding do not change. DTensors, and calls while ``spmd_types`` checks
+types, run torchtitan's forward. Classes that torchtitan derives from these are not replaced.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
 
 
 class RMSNorm(nn_modules.RMSNorm):
-    """The norm as :func:`torchkiln.rms_norm`."""
+    """torchtitan's norm, computed by :func:`torchkiln.rms_norm`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(nn_modules.RMSNorm.Config):
@@ -63,7 +63,8 @@ class FeedForward(titan_feed_forward.FeedForward):
 class Rotation(RoPE):
     """Rotary embeddings as one :func:`torchkiln.rope`; under ``torch.compile``, torchtitan's."""
 
-    tables: tuple[Tensor, Tensor, Tensor] | None = None  # a cache, its cosines and sines
+    # the cache of torchtitan, and its cosines and sines
+    tables: tuple[Tensor, Tensor, Tensor] | None = None
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """A cosine and a sine for each pair, contiguous."""
@@ -95,7 +96,7 @@ class CosSin(Rotation, CosSinRoPE):
 
 
 class Complex(Rotation, ComplexRoPE):
-    """The rotation of neighbours."""
+    """The rotation of neighbouring elements."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ComplexRoPE.Config):
@@ -113,7 +114,7 @@ def cross_entropy(pred: Tensor, labels: Tensor, **options: Any) -> Tensor:
 
 
 class Loss(CrossEntropyLoss):
-    """The loss as :func:`torchkiln.cross_entropy`."""
+    """torchtitan's loss, computed by :func:`torchkiln.cross_entropy`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CrossEntropyLoss.Config):
@@ -127,24 +128,24 @@ class Loss(CrossEntropyLoss):
 
 @override(target=nn_modules.RMSNorm.Config, exact=True, description="torchkiln.rms_norm")
 def rms_norm(config: Any) -> Any:
-    """The configuration of the norm."""
+    """The configuration with torchkiln's norm."""
     return derive(config, RMSNorm.Config)
 
 
 @override(target=titan_feed_forward.FeedForward.Config, exact=True, description="torchkiln.swiglu")
 def feed_forward(config: Any) -> Any:
-    """The configuration of the feed-forward."""
+    """The configuration with torchkiln's feed-forward."""
     return derive(config, FeedForward.Config)
 
 
 @override(target=RoPE.Config, description="torchkiln.rope")
 def rope(config: Any) -> Any:
-    """The configuration of the embeddings; other formats stay."""
+    """The configuration with torchkiln's embeddings; other formats are returned unchanged."""
     found = {CosSinRoPE.Config: CosSin.Config, ComplexRoPE.Config: Complex.Config}.get(type(config))
     return config if found is None else derive(config, found)
 
 
 @override(target=CrossEntropyLoss.Config, exact=True, description="torchkiln.cross_entropy")
 def loss(config: Any) -> Any:
-    """The configuration of the loss."""
+    """The configuration with torchkiln's loss."""
     return derive(config, Loss.Config)

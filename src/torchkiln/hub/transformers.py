@@ -16,7 +16,7 @@ class ReplaceCallback(TrainerCallback):
     """The callback that :func:`torchkiln.hub.trainer_callback` returns."""
 
     report: Report | None = None
-    """What was replaced in the last model."""
+    """The report about the last model."""
 
     def __init__(self, **options: Any) -> None:
         self.options = options

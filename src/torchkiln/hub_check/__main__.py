@@ -23,7 +23,7 @@ class Result(Report):
 
     has_sources: bool
     builds: tuple[str, ...]
-    """Names of the variants."""
+    """Names of the folders in ``build``."""
     problems: tuple[Problem, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def check(folder: Path) -> Result:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Check a folder and print its problems; the exit status."""
+    """Check a folder and print its problems; returns the exit status."""
     parser = argparse.ArgumentParser(prog="torchkiln check-hub", description=__doc__)
     parser.add_argument(
         "folder", type=Path, metavar="DIR", help="with build.toml, builds in build/, or both"

@@ -11,7 +11,7 @@ from pathlib import Path
 from torchkiln.hub_check.problem import Problem
 
 MOST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
-"""The versions of manylinux_2_28."""
+"""The newest versions of symbols in manylinux_2_28."""
 
 LIBRARIES = re.compile(
     r"lib(?:torch|c10|aoti|cudart|cublas|cublasLt|cudnn|cufft|curand|cusolver|cusparse|nvrtc|nvToolsExt"

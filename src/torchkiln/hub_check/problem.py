@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Problem:
-    """One line of the report."""
+    """A requirement that a file does not meet: one line of the report."""
 
     path: Path
     words: str

@@ -160,5 +160,5 @@ def link_toolkit(root: Path, folder: Path) -> Path:
             try:
                 link.symlink_to(target)
             except FileExistsError:
-                continue  # another process was first
+                continue  # another process has made the link
     return home

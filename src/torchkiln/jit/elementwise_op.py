@@ -59,10 +59,10 @@ class Elementwise(Op):
             check=self._require,
         )
 
-    if TYPE_CHECKING:  # at run time the call is that of Op, without a frame more
+    if TYPE_CHECKING:  # at run time Op.__call__ is called, without another frame
 
         def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-            """Calls the op."""
+            """Calls the op, which returns one tensor."""
 
     def _require(self, *args: Any) -> None:
         """Raises unless all tensors are floating point, on one device, and broadcast."""
@@ -121,7 +121,7 @@ class Elementwise(Op):
         for t in tensors:
             dtype = t.dtype
             if t.shape != grad.shape and dtype != torch.float64:
-                dtype = torch.float32  # rounded after the sum
+                dtype = torch.float32  # gradients are rounded after the sum
             results.append(torch.empty(grad.shape, dtype=dtype, device=grad.device))
         self._kernel_backward.launch(results, [grad, *tensors], numbers)
         return [r.sum_to_size(t.shape).to(t.dtype) for r, t in zip(results, tensors, strict=True)]
@@ -187,7 +187,8 @@ def elementwise(
         )
     used = list(dict.fromkeys(names_in(node))) if node is not None else []
     found = read_arguments(arguments or ", ".join(used))
-    if name and (not is_plain(name) or name.startswith("__") or name == "name"):  # torch.ops.x.name
+    # torch.ops.x.name is an attribute of torch's
+    if name and (not is_plain(name) or name.startswith("__") or name == "name"):
         raise ValueError(
             f"{WHERE}: name: got {name!r}, expected a Python identifier of ASCII characters"
         )

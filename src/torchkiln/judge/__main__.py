@@ -39,7 +39,7 @@ def status_of(verdicts: Iterable[Verdict]) -> Status:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Judge; exit status 0 for right and honest, 1 for not, 2 for a problem that says nothing."""
+    """Judge; exit status 0 if right and honest, 1 if not, 2 if the problem cannot be judged."""
     try:
         require_json(WHERE, options.json)
         if (options.folder is None) == (options.candidate is None):

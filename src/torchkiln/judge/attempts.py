@@ -57,12 +57,12 @@ class Attempts:
         )
 
     def given(self) -> Sample:
-        """A new call with weights that the candidate has, or can take."""
+        """A new call; its weights are changed if the candidate takes weights by name."""
         sample = self.problem.given(secret(), self.weights_seed)
         return perturbed(self.problem, sample, secret()) if self.takes_state else sample
 
     def varied(self) -> Sample:
-        """A new call for checks other than of the given shape."""
+        """A new call for checks that do not need the given sizes; a small one if ``is_small``."""
         sample = self.given()
         return compact(self.problem, sample) if self.is_small else sample
 
@@ -86,7 +86,7 @@ class Attempts:
         return reply
 
     def difference(self, found: Sequence[Tensor], sample: Sample, dtype: torch.dtype) -> str:
-        """How outputs differ from the truth; empty if they are right."""
+        """The difference of outputs from the truth, as text; empty if they are right."""
         where = Where(self.problem.for_dtype(dtype), "judge", sample)
         try:
             require_values(tuple(found), sample, where)
@@ -139,7 +139,7 @@ class Attempts:
         may_refuse: bool,
         dtype: Callable[[Sample], torch.dtype] = lambda _: torch.float32,
     ) -> str:
-        """Attempt all samples; a summary."""
+        """Attempt all samples; returns a summary."""
         done, refused = 0, []
         for sample in samples:
             try:

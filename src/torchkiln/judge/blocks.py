@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 POISON = 0xFF
-"""Every byte of memory that a candidate has not written: a NaN that no arithmetic produces."""
+"""The value of each byte that a candidate has not written: a NaN that no arithmetic produces."""
 
 ALIGNMENT = 256
 LENGTH = struct.Struct("<Q")
@@ -27,7 +27,7 @@ LONGEST = 1 << 24
 
 @dataclass(frozen=True)
 class Block:
-    """The place of a tensor in an arena, a tensor of bytes."""
+    """The position and layout of a tensor in an arena, which is a tensor of bytes."""
 
     offset: int
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class Block:
         return reach(self.shape, self.strides) * self.dtype.itemsize
 
     def view(self, arena: Tensor) -> Tensor:
-        """The tensor."""
+        """The tensor that the block describes in an arena."""
         part = arena[self.offset : self.offset + self.nbytes]
         return part.view(self.dtype).as_strided(self.shape, self.strides)
 

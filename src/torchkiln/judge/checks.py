@@ -32,14 +32,14 @@ REPEATS = 3
 SLOW = 0.1
 """Seconds of a call of the reference in float64 from which most checks use smaller sizes."""
 IDLE, BUSY = 0.4, 0.03
-"""Seconds between two calls, and of CPU time in them that a candidate does not explain."""
+"""Seconds of a pause without a call, and CPU seconds of the candidate in it that are a finding."""
 PAUSES = (0.0, 2.0, 6.0)
 """Seconds before the candidate is observed again: processes of a compiler may be starting."""
 
 
 @dataclass
 class Checks(Attempts):
-    """All questions about one candidate."""
+    """All questions about one candidate, and the calls that answer them."""
 
     worst: tuple[float, float, str] = (0.0, 0.0, "")
     truth_seconds: float = math.inf
@@ -101,7 +101,7 @@ class Checks(Attempts):
                 raise
 
     def blame_weights(self) -> None:
-        """Name wrong results that are right for the weights of the constructor."""
+        """Add a finding if wrong results are right for the weights of the constructor."""
         if not self.takes_state:
             return
         self.load()
@@ -113,7 +113,7 @@ class Checks(Attempts):
             self.verdict.add(WEIGHTS, words)
 
     def measure(self, reply: Reply, sample: Sample) -> None:
-        """Note the worst error beside torch's own, and the time of the truth."""
+        """Record the worst error with torch's own, and the time of the truth."""
         start = time.perf_counter()
         truth = self.problem.truth(sample)
         synchronize(self.problem.device)
@@ -130,12 +130,12 @@ class Checks(Attempts):
             self.worst = max(self.worst, (errors[0], errors[1], shape))
 
     def accuracy(self) -> str:
-        """The line about errors."""
+        """The line of the verdict about errors."""
         mine, torchs, shape = self.worst
         return f"yes, worst error {mine:.2g}, torch's own {torchs:.2g}, against float64, at {shape}"
 
     def state_kept(self) -> str:
-        """State that outlives a call: overwritten results, work between calls, determinism."""
+        """Check state that outlives a call: overwritten results, later work, determinism."""
         first, second = self.given(), self.given()
         held = self.attempt("", first)
         if held is None:
@@ -157,18 +157,18 @@ class Checks(Attempts):
         return "yes, bitwise equal" if same else "no, two calls with the same inputs differ"
 
     def shapes(self) -> str:
-        """Smaller sizes, or the other samples of a spec."""
+        """Check smaller sizes, or the other samples of a spec."""
         problem = self.problem
         samples = iter(problem.others) if problem.others else crops(problem, self.varied())
         return self.each(SHAPE, samples, may_refuse=True)
 
     def values(self) -> str:
-        """Other values."""
+        """Check other values."""
         samples = (s for _, s in families(self.problem, self.varied(), secret()))
         return self.each(VALUES, samples, may_refuse=False)
 
     def strides(self) -> str:
-        """The same values at other strides and offsets."""
+        """Check the same values at other strides and offsets."""
 
         def samples() -> Iterator[Sample]:
             sample = self.varied()
@@ -183,7 +183,7 @@ class Checks(Attempts):
         return self.each(STRIDES, samples(), may_refuse=True)
 
     def dtypes(self) -> str:
-        """Other floating dtypes, if the reference takes them."""
+        """Check other floating dtypes, if the reference takes them."""
 
         def samples() -> Iterator[Sample]:
             for dtype in DTYPES:
@@ -204,7 +204,7 @@ class Checks(Attempts):
         return text
 
     def gradients(self) -> str:
-        """Gradients of inputs, and of weights that the candidate has by name."""
+        """Check gradients of inputs, and of weights that the candidate has by name."""
         problem, spec = self.problem, self.problem.spec
         sample = self.varied()
         count = len(problem.inputs(sample).args)
@@ -243,7 +243,7 @@ class Checks(Attempts):
         return f"yes, of {len(positions)} tensors"
 
     def on_streams(self) -> None:
-        """Calls whose inputs arrive late on the stream of a GPU, and the capture of a call."""
+        """Check calls whose inputs arrive late on the stream of a GPU, and a captured call."""
         for _ in range(REPEATS):
             if self.attempt(STREAM, self.given(), late=True) is None:
                 return

@@ -41,7 +41,7 @@ SLACK = 1 << 20
 
 
 class ForgedError(CandidateError):
-    """An answer is not that of the judge's module in the process of the candidate."""
+    """An answer was not sent by the judge's module in the process of the candidate."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Candidate:
         compiled: bool = False,
         specs: str | None = None,
     ) -> dict[str, tuple[int, ...]]:
-        """Make an instance of a class, or find a function; the shapes of weights by name."""
+        """Make an instance of a class, or find a function; returns the shapes of the weights."""
         words = {"file": file and str(file), "name": name, "init": init, "seed": seed}
         place = {"device": str(self.device), "dtype": dtype, "compiled": compiled, "specs": specs}
         answer = self.ask({"do": "load", **place, **words})
@@ -164,8 +164,8 @@ class Candidate:
         """Make calls with inputs at new addresses.
 
         The clock starts before the first input can be read, and stops when the judge holds a copy
-        of all outputs. So no work can be outside of it, and no function in the candidate's process
-        takes part in it.
+        of all outputs. So all work is inside of the measured time, and no function in the
+        candidate's process measures it.
         """
         room = self.inputs.numel() - SLACK
         if not same_place:
@@ -246,7 +246,7 @@ class Candidate:
         for path in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):  # the process has ended
                 words = path.read_text().rpartition(")")[2].split()
-                if int(words[3]) == self.pid:  # its session
+                if int(words[3]) == self.pid:  # a process of this session
                     ticks += int(words[11]) + int(words[12])
         return ticks / os.sysconf("SC_CLK_TCK")
 

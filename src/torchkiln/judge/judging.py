@@ -24,7 +24,7 @@ PR_SET_DUMPABLE = 4
 GPU_CALLS = 8
 """Most calls between two readings of the clock: the exchange takes as long as many kernels."""
 MOST_BYTES = 1 << 32
-"""Most bytes of GPU memory for them."""
+"""Most bytes of GPU memory for these calls."""
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -120,7 +120,7 @@ def _judge(
         checks.run()
         opened, changed = watched.seen()
         if verdict.accepted and process.is_open and rounds:
-            with process.paused():  # the baselines may read the reference
+            with process.paused():  # baselines may read the reference: the candidate is stopped
                 peers = baselines(checks, zygote, stack, compiled=compiled)
                 changed += watched.seen()[1]
             race(checks, zygote, budget=budget, rounds=rounds, peers=peers)

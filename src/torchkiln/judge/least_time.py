@@ -31,7 +31,7 @@ BUDGET = 1.0
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
-"""A convolution may be a Fourier transform, which has far fewer operations."""
+"""Ops that count as products; a Fourier transform may replace a convolution with far less work."""
 
 
 def needed_bytes(problem: Problem, sample: Sample) -> tuple[int, int]:
@@ -48,7 +48,7 @@ def needed_bytes(problem: Problem, sample: Sample) -> tuple[int, int]:
         total = sum((y * torch.rand_like(y)).sum() for y in result)
         assert isinstance(total, Tensor)
         grads = torch.autograd.grad(total, leaves.take(wanted), allow_unused=True)
-    except RuntimeError:  # no gradients
+    except RuntimeError:  # the reference has no gradients
         return written, written
     for grad in grads:
         if grad is not None:
@@ -57,7 +57,7 @@ def needed_bytes(problem: Problem, sample: Sample) -> tuple[int, int]:
 
 
 class LargestProduct(TorchDispatchMode):
-    """Operations of the largest product of two arguments."""
+    """Counts the operations of the largest product of two arguments."""
 
     def __init__(self, known: set[int], most: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -130,7 +130,7 @@ class LeastTime:
 
     @classmethod
     def of(cls, problem: Problem, sample: Sample) -> Self:
-        """Measure."""
+        """Measure the copy and the product for the work of a problem."""
         device = problem.device
         moved, written = needed_bytes(problem, sample)
         operations = needed_operations(problem, sample)
@@ -142,13 +142,13 @@ class LeastTime:
         copies = [v for n, v in found.items() if not n.startswith(PRODUCT)]
         products = [v for n, v in found.items() if n.startswith(PRODUCT)]
         ceiling = min(Times.of(v).seconds for v in copies)
-        if products:  # the first is in float32
+        if products:  # the first product is in float32
             ceiling = max(ceiling, Times.of(products[0]).seconds)
         copy, product = min(map(min, copies)), min(map(min, products), default=0.0)
         return cls(moved, operations, copy, product, ceiling, device)
 
     def findings(self, seconds: float) -> Iterator[tuple[str, str]]:
-        """Why a candidate that takes so long cannot have done the work."""
+        """The trick, and the evidence, for each kind of work that takes longer than ``seconds``."""
         for trick, work, least in (
             (MEMORY, f"{self.moved} bytes", SHARE[self.device.type] * self.copy),
             (ARITHMETIC, f"{self.operations} operations", SHARE_OF_PRODUCT * self.product),

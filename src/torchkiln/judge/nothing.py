@@ -17,5 +17,5 @@ class Nothing(nn.Module):
             self.register_buffer(f"output{i}", torch.zeros(*shape, dtype=dtype))
 
     def forward(self, *_args: object, **_kwargs: object) -> list[Tensor]:
-        """The outputs."""
+        """The same outputs for any arguments."""
         return list(self.buffers())

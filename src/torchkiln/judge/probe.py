@@ -53,7 +53,7 @@ CLOCKS_OF_TORCH = {"synchronize", "Event", "Stream", "current_stream"}
 SWITCHES = re.compile(
     r"TF32|PRECISION|ALLOW_|DETERMINISTIC|LAUNCH_BLOCKING|^(OMP|MKL|KMP|ATEN|DNNL|ONEDNN)_"
 )
-"""Variables that change results or times. Those of compilers are no concern."""
+"""Environment variables that change results or times; variables of compilers do not count."""
 
 
 def flags() -> dict[str, Any]:
@@ -106,7 +106,7 @@ class Probe:
         self.flags, self.switches = flags(), switches()
 
     def findings(self) -> list[tuple[str, str]]:
-        """The differences since then."""
+        """The functions and modes that have changed since then, as findings."""
         found = []
         for trick, place, names in self.before:
             for name, value in names.items():

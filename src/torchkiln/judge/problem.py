@@ -1,4 +1,4 @@
-"""Problems: what a candidate is compared with, and the calls it is compared on."""
+"""A problem: the reference that a candidate is compared with, and the calls that are compared."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Problem:
     specs: str | None = None
     """The module with the spec of an op of another package."""
     others: tuple[Sample, ...] = ()
-    """Further calls, of an op with a spec."""
+    """Further calls, for an op with a spec."""
 
     def inputs(self, sample: Sample) -> Sample:
         """The call without the weights."""
@@ -264,7 +264,7 @@ def cropped(problem: Problem, sample: Sample, size: int, smaller: int) -> Sample
     found = replace(sample, name=f"{size} -> {smaller}", args=args)
     try:
         problem.truth(found)
-    except Exception:  # this size belongs to the weights
+    except Exception:  # the size belongs to the weights, which are not cropped
         return None
     return found
 

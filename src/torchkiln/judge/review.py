@@ -25,7 +25,7 @@ WASTED = 0.1
 
 
 class Record(TorchDispatchMode):
-    """The ATen ops of a call: what each reads and writes."""
+    """Records the ATen ops of a call: what each reads and writes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -104,7 +104,7 @@ def redundant(seen: Record, results: tuple[Tensor, ...]) -> str | None:
 
 
 def weaknesses(problem: Problem) -> list[str]:
-    """Why the problem cannot tell right from wrong; empty if it can."""
+    """The reasons why the problem cannot tell right from wrong; empty if it can."""
     first, second = problem.given(secret(), 0), problem.given(secret(), 0)
     truth, other = problem.truth(first), problem.truth(second)
     seen, results = record(problem, first)

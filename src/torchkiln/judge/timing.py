@@ -1,4 +1,4 @@
-"""Times of a candidate beside eager and compiled torch, on the clock of the judge."""
+"""Times of a candidate, and of eager and compiled torch, on the clock of the judge."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ class Race:
         return reply.seconds / checks.at_once
 
     def keep(self, samples: list[Sample], reply: Reply) -> None:
-        """Keep the outputs of a turn, in place of those of a random turn if memory is short.
+        """Keep the outputs of a turn. If memory is short, they replace a random turn's, or none.
 
-        They are compared after the race: the next process in turn would wait for a judge that has
-        used up its share of a busy CPU.
+        Outputs are compared after the race: the next process in turn would wait for a judge that
+        has used up its share of a busy CPU.
         """
         size = sum(y.nbytes for outputs in reply.outputs for y in outputs)
         if len(self.kept) < max(2, MOST_KEPT // max(size, 1)):

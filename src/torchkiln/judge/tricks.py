@@ -61,7 +61,7 @@ def equal(one: Tensor, other: Tensor) -> bool:
 
 
 def unwritten(y: Tensor) -> Tensor:
-    """Elements whose bytes are all those of unwritten memory."""
+    """Elements whose bytes all equal ``POISON``, the value of unwritten memory."""
     if not y.numel():
         return torch.zeros(0, dtype=torch.bool)
     return (bits(y).reshape(-1, y.itemsize) == POISON).all(1)

@@ -1,4 +1,4 @@
-"""What the judge says about one candidate."""
+"""The verdict of the judge about one candidate."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Verdict:
     reference: str
     device: str
     findings: list[Finding] = field(default_factory=list)
-    """Why the candidate is refused, the most important first; empty if it is right and honest."""
+    """Reasons to refuse the candidate, the most important first; empty if right and honest."""
     void: list[str] = field(default_factory=list)
-    """Why the problem cannot tell right from wrong; the candidate is then not judged."""
+    """Reasons why the problem cannot tell right from wrong: the candidate is not judged."""
     answers: dict[str, str] = field(default_factory=dict)
     """The lines of the screen: right, gradients, strides, dtypes, determinism, graph capture."""
     seconds: dict[str, float] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 A candidate can change everything in its process, this module too. So nothing here decides: the
 clock, the truth, the random numbers and the verdict are in the judge's process. The probe of this
-module only names tricks that have no effect on a verdict, and says so to honest authors.
+module only names tricks; whether a candidate is right and fast does not depend on it.
 
 ``python -m torchkiln.judge.worker FD`` is a zygote, which forks a process for each candidate.
 """
@@ -67,7 +67,7 @@ class Worker:
         """Import the candidate, or make a new instance of it."""
         self.device = torch.device(message["device"])
         self.is_cuda = self.device.type == "cuda"
-        if message["file"] is None:  # a baseline
+        if message["file"] is None:  # a baseline has no file
             self.run = spec_of(message["name"], message["specs"]).composite
             return {"state": []}
         if self.module is None:
@@ -96,7 +96,7 @@ class Worker:
         return {**dict(self.callee.named_parameters()), **dict(self.callee.named_buffers())}
 
     def handles(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Open arenas on a GPU."""
+        """Open the arenas on a GPU that the judge shares."""
         self.read, self.write = (make(*args) for make, args in pickle.loads(message["arenas"]))
         return {}
 
@@ -125,7 +125,7 @@ class Worker:
         return block.view(self.read).to(self.device)
 
     def one(self, call: dict[str, Any]) -> list[Tensor]:
-        """Make one call; its outputs, or its gradients."""
+        """Make one call; returns its outputs, or its gradients."""
         args, kwargs = mapped((call["args"], call["kwargs"]), Block, self.at)
         if call["late"]:
             args = mapped(args, Tensor, torch.empty_like)
@@ -213,7 +213,7 @@ class Worker:
         return {"results": [rows], "kinds": []}
 
     def compare(self, _message: dict[str, Any]) -> dict[str, Any]:
-        """Tricks that the probe sees."""
+        """The findings of the probe."""
         return {"findings": self.probe.findings()}
 
     def serve(self) -> None:
@@ -255,7 +255,7 @@ def arena(fd: int) -> Tensor:
 
 
 def start(control: socket.socket, fds: list[int]) -> None:
-    """The life of a forked process."""
+    """Set up a forked process, and serve the judge until it closes the channel."""
     control.close()
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""The process that starts those of candidates."""
+"""The process that forks the processes of candidates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENVIRONMENT = {
 
 
 class CandidateError(Exception):
-    """A candidate raised, ended, or did not answer; the message is its own."""
+    """A candidate raised an error, ended, or did not answer; the message is the candidate's."""
 
 
 def first_line(error: Exception) -> str:

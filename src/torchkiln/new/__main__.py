@@ -72,7 +72,7 @@ def main(given: Sequence[str] | None = None) -> int:
     except ValueError as error:
         return refused(error)
     except OSError as error:
-        if error.strerror is None:  # an error of torchkiln
+        if error.strerror is None:  # torchkiln raised it, not the system
             return refused(error)
         words = f"got {into} ({error.strerror}), expected a folder that can be written"
         return refused(ValueError(f"torchkiln.new: --out: {words}"))

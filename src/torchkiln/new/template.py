@@ -17,7 +17,7 @@ TEMPLATES = {
     "reduction": "one number per row: a kernel over rows, an elementwise backward",
     "custom": "a kernel of your own, with dynamic shared memory",
 }
-"""Descriptions by name."""
+"""The description of each template, by name."""
 
 HUB = "hub"
 """The folder with the files of a kernel for Hugging Face's hub."""

@@ -253,7 +253,8 @@ class Attention(nn.Module):
 def has_grouped_kernel(device: torch.device) -> bool:
     """Whether attention with a mask reads the keys of a group of heads once.
 
-    cuDNN's kernel does. Torch prefers it from compute capability 9.0 on. Others repeat the keys.
+    cuDNN's kernel does. Torch prefers it from compute capability 9.0 on. Other kernels repeat the
+    keys.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 

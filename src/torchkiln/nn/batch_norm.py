@@ -79,7 +79,8 @@ def sync_batch_norm_act(
     momentum: float | Tensor = 0.0 if module.momentum is None else module.momentum
     if tracks and batches is not None:
         batches.add_(1)
-        if module.momentum is None:  # the mean over all batches, without a copy to the host
+        # the mean over all batches; a number would be a copy to the host
+        if module.momentum is None:
             momentum = batches
     return sync_bn_act(
         x,

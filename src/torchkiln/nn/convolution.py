@@ -81,8 +81,8 @@ def conv_norm_act(
     """``act(norm(conv(x)) + residual)``.
 
     In eval mode the batch norm is folded into the weight of the convolution, unless
-    :func:`run_folded` returns None. A fold is kept by the versions of parameters, which a compiled
-    graph does not see: there the batch norm runs. ``in_place`` as for :func:`norm_act`.
+    :func:`run_folded` returns None. A fold is valid for some versions of the parameters, which a
+    compiled graph cannot check: there the batch norm runs. ``in_place`` as for :func:`norm_act`.
     """
     parts = None if norm.training or is_compiling() else parts_of(conv, norm, x)
     if parts is None:
@@ -122,7 +122,7 @@ def parts_of(conv: nn.Module, norm: _BatchNorm, x: Tensor) -> Parts | None:
 
 
 def has_own(parameters: Mapping[str, Tensor | None]) -> bool:
-    """Whether a module has its weight and bias there; a replica of DataParallel has attributes."""
+    """Whether the dict has weight and bias; in a replica of DataParallel they are attributes."""
     return "weight" in parameters and "bias" in parameters
 
 

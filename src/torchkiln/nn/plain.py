@@ -31,11 +31,11 @@ BY_TORCH: dict[tuple[type[nn.Module], str], bool] = {}
 
 
 def attribute(module: nn.Module, name: str, *default: Any) -> Any:
-    """``getattr(module, name, *default)``, which takes 1 us for parameters, found in Python.
+    """``getattr(module, name, *default)``, without the 1 us that nn.Module takes for parameters.
 
     As in ``getattr``, an attribute of the class or its own ``__getattr__`` comes first.
     """
-    if is_compiling():  # the table would be a guard
+    if is_compiling():  # torch.compile would guard on the table
         return getattr(module, name, *default)
     key = type(module), name
     by_torch = BY_TORCH.get(key)

@@ -48,8 +48,8 @@ class WeightCache:
     def of(self, *weights: Tensor) -> QuantizedWeight | None:
         """The quantised weight; None where the op must quantise it in every call.
 
-        That is in a CUDA graph, which would keep old values, for tensors without a version, and in
-        a process of a group.
+        It must do so in a CUDA graph, which would keep old values, for tensors without a version,
+        and in a process of a group.
         """
         if any(one.is_inference() or type(one) is not nn.Parameter for one in weights):
             return None
@@ -63,7 +63,7 @@ class WeightCache:
         is_current = self.watch is not None and self.watch.is_current(weights)
         self.is_trained = any(one.requires_grad for one in weights)
         if self.value is None or not is_current:
-            self.value = None  # freed before the new one is made
+            self.value = None  # frees the old value before the new one is made
             with torch.inference_mode(mode=False), torch.no_grad():
                 self.value = quantize_weight(torch.cat(weights) if weights[1:] else weight)
             self.watch, self.stream = _C.Watch(weights), stream
@@ -76,10 +76,10 @@ class WeightCache:
 
 
 CACHES: WeakKeyDictionary[nn.Module, WeightCache] = WeakKeyDictionary()
-"""The quantised weights of layers, beside the layers: copies and pickles hold none."""
+"""The quantised weights by layer, outside of the layers: copies and pickles hold none."""
 
 JOINED: WeakKeyDictionary[nn.Module, WeightCache] = WeakKeyDictionary()
-"""The quantised weights of a layer and of the one after it, by the first of the two."""
+"""The joined quantised weights of two layers, by the first of them."""
 
 
 @functools.cache
@@ -108,7 +108,7 @@ def forget_layer(layer: nn.Module) -> None:
 def weight_of(layer: nn.Linear, *others: nn.Linear) -> QuantizedWeight | None:
     """The quantised weight of a layer, once per version; None where the op must quantise it.
 
-    With other layers, the weight that has the rows of all of them.
+    With ``others``, one weight that has the rows of all layers.
     """
     if is_compiling():  # the graph would keep old values
         return None
@@ -133,13 +133,13 @@ class Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, one: Tensor, other: Tensor) -> Tensor:
-        """A tensor of the shape of both, one below the other."""
+        """A stand-in of the shape of both weights, one below the other."""
         ctx.rows = len(one)
         return one.new_empty(1).expand(len(one) + len(other), one.shape[1])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows of both, as views."""
+        """The rows of the gradient for each weight, as views."""
         return grad[: ctx.rows], grad[ctx.rows :]
 
 

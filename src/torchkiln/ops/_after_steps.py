@@ -12,7 +12,7 @@ def call_after_steps(forget: Callable[[set[int]], None]) -> None:
     """Call ``forget`` after each step with the ids of the parameters that it has changed.
 
     Fused optimizers, and those that write through ``.data``, change no ``_version``. A compiled
-    step does.
+    step changes it.
     """
 
     def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -20,8 +20,8 @@ def conv_with_moments(
     """The convolution and the moments of its channels; None if torch's convolution is to run.
 
     The kernel needs filters of one element, adjacent channels, half precision and a GPU of compute
-    capability 9.0. It runs where it takes less time than torch's convolution plus a pass over the
-    results, which the sizes of a real tensor say: not under torch.compile.
+    capability 9.0. It runs if, by the sizes of x, it takes less time than torch's convolution plus
+    a pass over the results. Not under torch.compile, where sizes are not final.
     """
     if not x.is_cuda or bias is not None or not is_pixelwise(weight, geometry):
         return None
@@ -30,7 +30,8 @@ def conv_with_moments(
         return None
     if is_transformed() or type(x) not in PLAIN or type(weight) not in PLAIN:
         return None
-    agree = weight.shape[1] == x.shape[1] and weight.device == x.device  # else torch's error
+    # if they do not agree, torch raises an error
+    agree = weight.shape[1] == x.shape[1] and weight.device == x.device
     ops = torch.ops.torchkiln
     if not agree or not ops._pixel_conv_gains.default(x, weight.shape[0]):
         return None

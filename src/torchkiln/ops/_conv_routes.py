@@ -91,7 +91,7 @@ class Route(NamedTuple):
 
     words: str
     run: Callable[[Tensor, Fold, Tensor | None, Geometry, Activation], Tensor | None]
-    """Computes it with a fold; returns None if it cannot."""
+    """Computes the result with a fold; returns None if it cannot."""
 
 
 APART = Route("convolution, then bn_act", lambda *_: None)
@@ -164,7 +164,7 @@ def why_no_cudnn(
 
 
 APART_CALLS: dict[tuple[Any, ...], str] = {}
-"""Calls for which :func:`choose` found ``APART``, and the notes: a new choice takes 10 us."""
+"""Notes of the calls for which :func:`choose` returned ``APART``: choosing again takes 10 us."""
 
 MOST_CALLS = 4096
 
@@ -181,7 +181,7 @@ def run_folded(
 ) -> Tensor | None:
     """The result from a folded batch norm; None if convolution and batch norm are to run apart."""
     if not is_plain(x) or (residual is not None and not is_plain(residual)):
-        return None  # the convolution or bn_act reports an error, if any
+        return None  # bn_act or the convolution reports errors
     reason = why_not_now(owner, x, parts, residual)
     if reason is not None:
         _C.note(f"{APART.words}: {reason}")
@@ -276,7 +276,7 @@ def geometry_of(
 
 
 def spread(value: int | Sizes, count: int) -> Sizes:
-    """A number for each dimension."""
+    """The value for each of ``count`` dimensions."""
     if type(value) is tuple and len(value) == count:
         return value
     if isinstance(value, int):

@@ -25,7 +25,7 @@ class Parts(NamedTuple):
     """The tensors of a convolution and of the batch norm behind it."""
 
     weight: Tensor
-    """``[out_channels, in_channels / groups, ...]``."""
+    """The weight of the convolution, ``[out_channels, in_channels / groups, ...]``."""
     bias: Tensor | None
     bn_weight: Tensor | None
     bn_bias: Tensor | None

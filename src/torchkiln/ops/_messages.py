@@ -1,8 +1,9 @@
 """Short messages of TorchInductor about the ops of torchkiln, set when its module is imported.
 
-torch 2.11 prints the arguments of each op that it meets first, in the text of a message that nobody
-logs. An argument prints the ops that it comes from, again for each use: the time to compile a model
-whose residual passes through our ops doubles with each layer.
+For each op that torch 2.11 lowers for the first time, it formats a message with the op's arguments,
+even if the message is not logged. The text of an argument contains the ops that compute it, once
+for each use: the time to compile a model whose residual passes through our ops doubles with each
+layer.
 """
 
 from types import ModuleType
@@ -19,7 +20,7 @@ def shorten_messages(module: ModuleType) -> None:
         return
 
     def operator_str(target: Any, args: Any, kwargs: Any) -> str:
-        """The text about an op."""
+        """The text of a message about an op."""
         if str(target).startswith("torchkiln."):
             return f"  target: {target}"
         return str(usual(target, args, kwargs))

@@ -116,7 +116,7 @@ class _SyncForward(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, residual, statistics, count, signs = ctx.saved_tensors
         act, wanted = ctx.act, list(ctx.needs_input_grad[:4])
-        passes = wanted[3] and act == "none"  # the gradient of the residual is the incoming one
+        passes = wanted[3] and act == "none"  # the residual's gradient is the incoming one
         coefficients, *found = torch.ops.torchkiln._sync_bn_backward_sums(
             grad,
             x,
@@ -184,7 +184,7 @@ def sync_bn_act(
             group.group_name,
         )
         return y
-    with torch.no_grad():  # the compiler sees the collectives
+    with torch.no_grad():  # torch.compile records the collectives
         own = torch.ops.torchkiln._sync_bn_moments(x) if moments is None else moments
         statistics, count = torch.ops.torchkiln._sync_bn_statistics(
             x, _gathered(own, group), running_mean, running_var, batches, weight_of_new, eps

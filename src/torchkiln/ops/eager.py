@@ -107,7 +107,7 @@ def eager(
 
 
 def plain(default: object) -> object:
-    """The default, or None if there is none."""
+    """The default of a parameter, or None if it has none."""
     return None if default is inspect.Parameter.empty else default
 
 

@@ -26,8 +26,8 @@ class Quantized(NamedTuple):
     memory, as torch's scaled product reads them."""
     source: Tensor | None = None
     """The tensor that was quantised, if it requires a gradient: :func:`linear_fp8` passes the
-    gradient of the product to it. If it was never written, as by :func:`rms_norm_fp8`, a tensor of
-    its shape and dtype that stands for it: without memory, its values are undefined."""
+    gradient of the product to it. If that tensor was never stored, as in :func:`rms_norm_fp8`: a
+    stand-in of its shape and dtype, without memory and with undefined values."""
 
     @property
     def shape(self) -> torch.Size:
@@ -48,7 +48,7 @@ class QuantizedWeight(NamedTuple):
     """``[ceil(k / 128), ceil(n / 128)]``."""
 
 
-# torch.export saves programs that return them.
+# With this, torch.export can save programs that return these classes.
 _register_namedtuple(Quantized, serialized_type_name="torchkiln.Quantized")
 _register_namedtuple(QuantizedWeight, serialized_type_name="torchkiln.QuantizedWeight")
 

@@ -28,28 +28,28 @@ from torchkiln.patch.source.positions import rewrite_positions
 from torchkiln.patch.source.text import definition
 
 NAME = "torchkiln"
-"""The registered ``attn_implementation``."""
+"""The name of the implementation, for ``attn_implementation``."""
 
 MARK = "_kiln_attention"
 """The attribute of a model whose pickle registers the implementation again."""
 
 COMPARISONS = (ast.Compare, ast.Dict, ast.MatchValue)
-"""Expressions that choose by a value."""
+"""Kinds of expressions that can choose by a value."""
 
 
 class Route(NamedTuple):
     """The models below a model that share a config, the outermost one first."""
 
     name: str
-    """The name in the report."""
+    """The name of the outermost model, for the report."""
     models: tuple[nn.Module, ...]
     config: Any
     reason: str
-    """Why the implementation stays; empty if it is routed."""
+    """The reason not to route the attention of these models; empty if it is routed."""
 
 
 class Registration:
-    """A value of replaced models, whose copies and pickles register the implementation."""
+    """A marker in replaced models: a copy or a pickle of it registers the implementation again."""
 
     def __reduce__(self) -> tuple[Callable[[], Registration], tuple[()]]:
         return _restore_attention, ()
@@ -59,7 +59,7 @@ REGISTRATION = Registration()
 
 
 def _restore_attention() -> Registration:
-    """Registers the implementation with transformers."""
+    """Registers the implementation with transformers, and returns the marker of models."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: PLC0415
     from transformers.masking_utils import AttentionMaskInterface  # noqa: PLC0415
     from transformers.modeling_utils import AttentionInterface  # noqa: PLC0415
@@ -96,7 +96,7 @@ def needs_none(
     """Whether attention without a mask, causal for several queries, attends to the same keys.
 
     The arguments are those of transformers' ``sdpa_mask``, which returns None in the same cases
-    outside of ``torch.compile``. ``allow_is_causal_skip`` is false for any pattern beside causal
+    outside of ``torch.compile``. ``allow_is_causal_skip`` is false for any pattern except causal
     attention in a window of ``local_size``.
     """
     if attention_mask is not None or isinstance(q_offset, Tensor) or q_length is None:
@@ -136,7 +136,7 @@ def makes_masks(model: nn.Module) -> bool:
 
 
 def why_not(models: tuple[nn.Module, ...]) -> str:
-    """The reason why the implementation of models that share a config stays; empty if none."""
+    """The reason not to route models that share a config; empty if there is none."""
     from transformers import masking_utils, modeling_utils  # noqa: PLC0415
     from transformers.integrations import sdpa_attention  # noqa: PLC0415
 
@@ -162,7 +162,7 @@ NEUTRAL = (
     *("builtins", "abc", "torch.", "torchkiln.", "transformers.modeling_utils"),
     *("transformers.generation.", "transformers.integrations.", "transformers.utils."),
 )
-"""Files that no forward's choice of an implementation is in."""
+"""Prefixes of Python modules that are not searched: no forward there chooses by the name."""
 
 
 def why_not_file(name: str) -> str:
@@ -193,7 +193,7 @@ def compares_name(file: str) -> bool:
 
 @dataclass(frozen=True)
 class Counted(Plan):
-    """The forward of a class whose masks do not get the positions that it counts itself."""
+    """The forward of a class that counts positions itself, without passing them to its masks."""
 
     kind: ClassVar[str] = "attention"
     saved_as: ClassVar[str] = "counted"
@@ -209,7 +209,7 @@ class Counted(Plan):
         object.__setattr__(self, "function", made)
 
     def class_name(self, original: type[nn.Module]) -> str:
-        """The name stays: transformers saves it."""
+        """The original name, because transformers saves it."""
         return original.__name__
 
     def method(self, _: type[nn.Module]) -> Callable[..., Any]:
@@ -225,7 +225,7 @@ class Counted(Plan):
 
 
 def counted(model: nn.Module) -> Counted | None:
-    """The plan of a model that counts positions for its masks."""
+    """The plan of a model that passes positions that it counts to its masks, or None."""
     function = forward_of(type(model))
     node = function if isinstance(function, str) else definition(function)
     if isinstance(function, str) or isinstance(node, str) or replaced_before(model):
@@ -244,7 +244,7 @@ def routed(
     """Routes the attention of transformers' models, and adds rows.
 
     The name ``attention`` stands for all of them. Returns the plans of models that count positions,
-    but of those in ``taken``, and functions that undo the rest.
+    except those in ``taken``, and functions that undo the rest.
     """
     plans: list[tuple[Replacement, nn.Module, Plan]] = []
     undo: list[Callable[[], None]] = []
@@ -269,14 +269,15 @@ def routed(
 
 
 def route(found: Route) -> Callable[[], None]:
-    """Routes the attention of models that share a config; returns the undo."""
+    """Routes the attention of models that share a config; returns a function that undoes it."""
     registration = _restore_attention()
     found.config._attn_implementation_internal = NAME
     for model in found.models:
         vars(model)[MARK] = registration
 
     def undo() -> None:
-        if found.config._attn_implementation == NAME:  # otherwise the user has chosen another one
+        # otherwise the user has set another implementation since
+        if found.config._attn_implementation == NAME:
             found.config._attn_implementation_internal = "sdpa"
         for model in found.models:
             vars(model).pop(MARK, None)

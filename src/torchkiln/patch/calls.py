@@ -1,4 +1,4 @@
-"""The calls of the modules in a call of the model, which leaves no trace."""
+"""The arguments of the modules in a call of the model, after which its state is restored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Given:
 
     @classmethod
     def of(cls, example: Any) -> Given:
-        """The arguments of the model."""
+        """The arguments from an example: a mapping, a tuple or a single value."""
         if isinstance(example, Mapping):
             return cls((), dict(example))
         return cls(example if isinstance(example, tuple) else (example,), {})
@@ -64,7 +64,7 @@ def calls_of_modules(
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Restores buffers and random states; without gradients, unless the model is trained now."""
+    """A context that restores buffers and random states; gradients are on only in training."""
     buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
     trains = model.training and torch.is_grad_enabled()
     gpus = {x.device for x in (*model.parameters(), *buffers) if x.device.type == "cuda"}

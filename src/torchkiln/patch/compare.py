@@ -35,7 +35,7 @@ class Comparison:
         row.dtype = str(self.dtype).removeprefix("torch.")
 
     def refusal(self, *, exact: bool) -> str:
-        """Why the replacement is not made; empty if it is."""
+        """The reason not to replace the module; empty if there is none."""
         if exact and not self.bitwise:
             return f"not bitwise equal in {str(self.dtype).removeprefix('torch.')}"
         limit = max(LARGEST_RATIO * self.was, torch.finfo(self.dtype).eps / 4)
@@ -98,7 +98,7 @@ def layouts(args: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
 
 
 def has_same_layout(match: Match, args: tuple[Tensor, ...]) -> bool:
-    """Whether results have the same strides, where the op takes the call."""
+    """Whether results have the same strides. True for calls that the plan does not fit."""
     if not match.plan.fits(match.copy, *args):
         return True
     was = run(match.copy, *args)

@@ -1,4 +1,4 @@
-"""Norms whose result only products in float8_e4m3fn read: they write it in that form."""
+"""Norms that write float8_e4m3fn, because only products in FP8 read their result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torchkiln.patch.plan import Plan, plan_of
 from torchkiln.patch.source.layer import read
 
 Place = int | str | None
-"""Where a module gets the norm: as its only argument, at a position, or by name."""
+"""The argument by which a module gets the norm: None for the only one, a position, or a name."""
 
 OPS: dict[str, Callable[..., Any]] = {"rms_norm": rms_norm_fp8, "layer_norm": layer_norm_fp8}
 WITH_SUM: dict[tuple[str, bool], Callable[..., Any]] = {
@@ -68,7 +68,7 @@ def norm_for(*, norm: Any, x: Any, owner: Any, to: str, at: Place) -> Any:
 
 
 def has_plan(norm: Any, x: Any) -> bool:
-    """Whether a call of a norm is that of an op, and nothing else."""
+    """Whether a norm's plan runs the op for this call, and the norm has no hooks."""
     plan = plan_of(norm)
     return isinstance(plan, (Norm, TorchModule)) and plan.fits(norm, x) and not has_hooks(norm)
 
@@ -76,7 +76,8 @@ def has_plan(norm: Any, x: Any) -> bool:
 def feeds(norm: Any, x: Any, owner: Any, to: str, at: Place) -> bool:
     """Whether a module takes ``quantize(norm(x))`` in place of ``norm(x)``.
 
-    In a graph of ``torch.compile`` the norm stays: compiled code may include it in other kernels.
+    In a graph of ``torch.compile`` the norm is not changed: compiled code may include it in other
+    kernels.
     """
     if is_compiling() or not is_quantizable(x) or not x.is_contiguous():
         return False
@@ -90,7 +91,7 @@ def feeds(norm: Any, x: Any, owner: Any, to: str, at: Place) -> bool:
 
 
 def is_of_rows(norm: Any) -> bool:
-    """Whether a norm has a form in float8_e4m3fn: one over the last dimension."""
+    """Whether a norm has an op that writes float8_e4m3fn, and is over the last dimension only."""
     plan = plan_of(norm)
     if plan is None or op_name(plan) not in OPS:
         return False

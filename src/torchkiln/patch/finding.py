@@ -28,7 +28,7 @@ def with_rows(
     fused: Sequence[tuple[nn.Module, batch_norm.FusedForward]],
     rows: Sequence[Replacement],
 ) -> Iterator[Candidate]:
-    """The modules with fused batch norms, with the rows of these."""
+    """The modules with fused batch norms, each with the rows of its batch norms."""
     names = {module: name for name, module in model.named_modules()}
     for module, plan in fused:
         own = {f"{names[module]}.{child}".lstrip(".") for child in module._modules}
@@ -90,7 +90,7 @@ def free_modules(
 def found_heads(
     model: nn.Module, free: Mapping[str, nn.Module], skip: Skip, rows: list[Replacement], head: Head
 ) -> dict[nn.Module, OfHead]:
-    """The modules that make a loss of the logits of a head. Adds the rows of others."""
+    """The modules that make a loss of a head's logits. Adds rows for heads that are not fused."""
     skipped = functools.partial(is_skipped, skip=skip)
     heads = find_heads(model, free, skipped, loss_only=head == "loss")
     for name, reason in heads.reasons.items():
@@ -116,7 +116,7 @@ def rewritten(
 
 
 def is_skipped(name: str, module: nn.Module, skip: Skip) -> bool:
-    """Whether the caller wants a module left alone."""
+    """Whether the caller excludes a module."""
     if callable(skip):
         return skip(name, module)
     patterns = [skip] if isinstance(skip, str) else skip
@@ -133,7 +133,7 @@ def leaves_without_parameters(module: nn.Module) -> list[nn.Module]:
 
 
 def made(plans: Iterable[tuple[Replacement, nn.Module, Plan]]) -> Iterator[Candidate]:
-    """The plans for which a class can be made; the other rows get the reason."""
+    """The plans for which a class can be made; rows of other plans get the reason."""
     for row, module, plan in plans:
         try:
             made_class(type(module), plan)

@@ -1,7 +1,7 @@
 """Linear layers as products in float8_e4m3fn, for ``replace(model, precision="fp8")``.
 
-A layer stays as it is where the product gains nothing, makes the outputs of the model, or cannot
-run: the report has the reason.
+A layer is not replaced if FP8 saves no time, if the layer makes the outputs of the model, or if the
+product cannot run. The report has the reason.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ from torchkiln.typing import Gate, Head
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 STEP = 16
-"""Sizes that are no multiples of it are padded in every call, in copies."""
+"""Layers with other sizes than multiples of it are not replaced: every call would pad copies."""
 
 LEAST = 640
 """The least harmonic sum of the sizes of a product in FP8: 1 / (1 / rows + 1 / n + 1 / k).
 
-An estimate for an H100, not a measurement. A step multiplies 6 * rows * n * k times, at 750 TFLOP/s
-in bfloat16 and at 1300 in FP8. Quantising moves 4 bytes for each element of the three matrices, at
-2.8 TB/s. Both take as long at 420; the rest is for the launches of the added kernels.
-"""
+An estimate for an H100, not a measurement. A training step multiplies 6 * rows * n * k times, at
+750 TFLOP/s in bfloat16 and at 1300 in FP8. Quantising moves 4 bytes for each element of the three
+matrices, at 2.8 TB/s. Saved and added time are equal at 420; the margin is for the launches of the
+added kernels."""
 
 CAPABILITY = (9, 0)
 CUDA_VERSION = (12, 9)
-"""The GPU and the CUDA in which torch multiplies blocks of E4M3 with a scale each."""
+"""The compute capability and the least CUDA version for products of scaled blocks of E4M3."""
 
 HEAD = "FP8 leaves outputs of the model alone, unless head='fp8'"
 
 
 @dataclass(frozen=True)
 class LinearInFP8(Plan):
-    """The product in float8_e4m3fn for a ``torch.nn.Linear``."""
+    """The plan that runs a ``torch.nn.Linear`` as a product in float8_e4m3fn."""
 
     kind = "linear"
     saved_as = "linear_fp8"
@@ -66,15 +66,15 @@ class LinearInFP8(Plan):
         return "linear_fp8"
 
     def fits(self, module: Any, *args: Any) -> bool:
-        """Whether the product takes the call, and gains."""
+        """Whether the product can run in FP8, and takes less time there."""
         return len(args) == 1 and (type(args[0]) is Quantized or takes(module, args[0]))
 
     def takes_quantized(self, module: Any, x: Tensor, place: int | str | None) -> bool:
-        """Whether the product takes the call."""
+        """Whether the product can read a quantised ``x``."""
         return place is None and takes(module, x)
 
     def forward(self, module: Any, x: Tensor | Quantized, *_: Any) -> Tensor:
-        """The product."""
+        """The product in FP8."""
         return product(module, x)
 
 
@@ -90,22 +90,22 @@ class PairInFP8(Plan):
         return "two linear_fp8"
 
     def fits(self, module: Any, *args: Any) -> bool:
-        """Whether the products take the call, and gain."""
+        """Whether both products can run in FP8, and take less time there."""
         if len(args) != 1:
             return False
         return type(args[0]) is Quantized or take_pair(*layers_of(module), x=args[0])
 
     def takes_quantized(self, module: Any, x: Tensor, place: int | str | None) -> bool:
-        """Whether the products take the call."""
+        """Whether the products can read a quantised ``x``."""
         return place is None and self.fits(module, x)
 
     def forward(self, module: Any, x: Tensor | Quantized, *_: Any) -> Tensor:
-        """Both products, and what is between them."""
+        """Both products in FP8, with the activation or the gate between them."""
         return pair_in_fp8(module, x)
 
 
 def take_pair(*layers: Any, x: Any) -> bool:
-    """Whether layers run a call in FP8, and so does the last of them on their result."""
+    """Whether a call runs in FP8: all layers but the last read x, and the last their result."""
     given = [plain_parameters(layer) for layer in layers]
     weights = [parameters[0] for parameters in given if parameters is not None]
     if len(weights) < len(layers) or len({(w.device, w.dtype) for w in weights}) > 1:
@@ -116,7 +116,7 @@ def take_pair(*layers: Any, x: Any) -> bool:
 def gated_in_fp8(
     act: Gate, x: Tensor | Quantized, gate: Any, up: Any = None, *, swapped: bool = False
 ) -> Quantized:
-    """The gated unit of two layers in FP8, or of the halves of one; swapped: its second half."""
+    """A gated unit in FP8: of two layers, or of the halves of one, which ``swapped`` exchanges."""
     if up is None and swapped:
         return _pair_fp8.quantized_gate(act, *product(gate, x).chunk(2, -1)[::-1])
     if up is None:
@@ -128,7 +128,7 @@ def gated_in_fp8(
 
 
 def layers_of(module: nn.Module) -> tuple[Any, Any]:
-    """The layers of a feed-forward module."""
+    """The first and the second layer of a feed-forward module."""
     names = ("up", "down") if isinstance(module, MLP) else ("gate_up", "down")
     first, down = map(module.get_submodule, names)
     return first, down
@@ -139,7 +139,8 @@ def missing(kind: str, index: int | None) -> str:
     return found_missing(kind, index)
 
 
-# As torch.compiler.assume_constant_result does, which imports the compiler: 3 s of the import.
+# The mark that torch.compiler.assume_constant_result sets. A call of it imports the compiler, which
+# takes 3 s.
 missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -160,14 +161,14 @@ def found_missing(kind: str, index: int | None) -> str:
 
 
 def device_of(weight: Tensor) -> torch.device:
-    """The device on which a layer will run: the GPU, for a layer that is not there yet."""
+    """The device on which a layer will run: for a layer on CPU or meta, the GPU."""
     if weight.device.type in {"cpu", "meta"} and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return weight.device
 
 
 def least_rows(n: int, k: int) -> int | None:
-    """The number of rows from which a product with a weight ``[n, k]`` gains; None if never."""
+    """The least rows for which FP8 saves time, with a weight ``[n, k]``; None if never."""
     left = n * k - LEAST * (n + k)
     return -(-LEAST * n * k // left) if left > 0 else None
 
@@ -178,11 +179,12 @@ def rows_of(x: Tensor) -> Any:
 
 
 def gains(rows: Any, weight: Tensor) -> bool:
-    """Whether a product of so many rows takes less time in FP8, with its quantisations."""
+    """Whether a product of ``rows`` rows takes less time in FP8, with its quantisations."""
     least = least_rows(weight.shape[0], weight.shape[1])
     if least is None or not is_compiling():
         return least is not None and bool(rows >= least)
-    # At the top of the file, it would make import torchkiln import sympy, in half a second.
+    # Imported here, because it imports sympy: half a second of import torchkiln at the top of the
+    # file.
     from torch.fx.experimental.symbolic_shapes import guard_or_false  # noqa: PLC0415
 
     return guard_or_false(rows >= least)  # false for rows that depend on data
@@ -201,7 +203,7 @@ def takes(layer: Any, x: Any) -> bool:
 
 
 def is_differentiated() -> bool:
-    """Whether torch.func or forward mode looks at the call, which the op refuses."""
+    """Whether torch.func or forward-mode AD transforms the call, which the op refuses."""
     stack: Any = torch._C._functorch.peek_interpreter_stack()
     return stack is not None or forward_ad._current_level >= 0
 
@@ -217,7 +219,7 @@ def outputs_in_fp8(x: Any, layers: tuple[Any, ...]) -> list[Any]:
 
 
 def can_share(layers: Sequence[Any], x: Any) -> bool:
-    """Whether layers that read x run in FP8, all of them, and do nothing else."""
+    """Whether all layers that read x run in FP8, and none of them has hooks."""
     if not all(map(is_in_fp8, layers)) or not is_quantizable(x):
         return False
     return all(takes(layer, x) for layer in layers)
@@ -229,14 +231,14 @@ def is_quantizable(x: Any) -> bool:
 
 
 def is_in_fp8(layer: Any) -> bool:
-    """Whether a call of a layer is a product in FP8, and nothing else."""
+    """Whether a layer is a product in FP8, and has no hooks."""
     return type(plan_of(layer)) is LinearInFP8 and not has_hooks(layer)
 
 
 def heads_of(model: nn.Module) -> set[nn.Module]:
     """The linear layers that make the outputs of a model.
 
-    These are layers with a feature for each row of the largest embedding, layers that share its
+    These are layers with an output for each row of the largest embedding, layers that share its
     weight, those that the model returns as its output embeddings, and its last child.
     """
     linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
@@ -246,7 +248,7 @@ def heads_of(model: nn.Module) -> set[nn.Module]:
     found: set[nn.Module] = {
         m for m in linear if m.out_features == most or id(m._parameters.get("weight")) in tied
     }
-    outputs = getattr(model, "get_output_embeddings", None)  # of models of transformers
+    outputs = getattr(model, "get_output_embeddings", None)  # models of transformers have it
     if callable(outputs) and isinstance(head := outputs(), nn.Module):
         found.add(head)
     children = [m for m in model.children() if next(m.parameters(), None) is not None]
@@ -254,7 +256,7 @@ def heads_of(model: nn.Module) -> set[nn.Module]:
 
 
 def why_not(layer: Any) -> str:
-    """The reason why a layer gains nothing, or cannot run in FP8; empty if it gains."""
+    """The reason why FP8 saves no time in a layer, or cannot run; empty if it saves time."""
     given = plain_parameters(layer)
     if given is None:
         return "its parameters are no plain tensors"
@@ -295,7 +297,7 @@ def find(
     is_skipped: Callable[[str, nn.Module], bool],
     head: Head,
 ) -> Iterator[Found]:
-    """The layers of a model that gain. The rows of all its linear layers say why, or why not."""
+    """The layers that take less time in FP8. Adds a row with the outcome for each linear layer."""
     heads = set() if head == "fp8" else heads_of(model)
     known = {row.name: row for row in rows}
     parts: set[nn.Module] = set()
@@ -339,7 +341,7 @@ def recorded(row: Replacement, weight: Tensor) -> str:
 
 
 def put(rows: list[Replacement], row: Replacement) -> None:
-    """Adds a row in place of the one with its name."""
+    """Adds a row, in place of a row with the same name."""
     rows[:] = [*(other for other in rows if other.name != row.name), row]
 
 

@@ -27,12 +27,12 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((130,), (3, 5))
 """Rows of the compared calls: a function may treat more than 128 rows, or sequences, in parts."""
 LARGEST = 8
-"""The largest number in a function's code, beside IGNORED: the sizes above are on both sides of
-all smaller ones, and a larger one may be a size or a class that no compared call has."""
+"""The largest number in a function's code, apart from IGNORED. Compared sizes are on both sides of
+each smaller number; a larger number may be a size or a class that no compared call has."""
 SCALES = (1e-3, 4.0, 1e3)
 
 MENTIONS = {"log_softmax", "logsumexp", "softmax", "cross_entropy"}
-"""A function that is run calls one of these, itself or in another function."""
+"""Only a function that calls one of these, itself or through others, is run for a comparison."""
 
 OPS = frozenset(
     (
@@ -43,7 +43,7 @@ OPS = frozenset(
         *("addmm", "zeros", "empty", "new_zeros", "lift_fresh", "scalar_tensor", "ne", "eq"),
     )
 )
-"""The ops of such functions. One that calls another op, such as a clamp, stays."""
+"""The ops of such functions. A function that calls others, such as a clamp, is not replaced."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Formula:
 
     now: str
     count: int
-    """The number of its tensors."""
+    """The number of tensor arguments."""
     ours: Callable[..., Tensor]
     dims: int
-    """Dimensions of the first tensor beside those of the target."""
+    """The number of dimensions that the first tensor has more than the target."""
 
     def fits(self, *tensors: Any) -> bool:
         """Whether the op takes these arguments; else the function itself runs."""
@@ -79,7 +79,7 @@ def entropies(logits: Tensor) -> Tensor:
 
 
 def loss_of(reduction: Any) -> Callable[..., Tensor]:
-    """The loss of a head's tokens."""
+    """A function of hidden states, weight of the head and target, which returns the loss."""
 
     def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -111,17 +111,17 @@ def draws(formula: Formula) -> Iterator[tuple[Tensor, ...]]:
 
 
 def converted(given: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Leaves of a dtype."""
+    """The arguments as leaves, with floating-point numbers in ``dtype``."""
     return [x.to(dtype).requires_grad_() if x.is_floating_point() else x for x in given]
 
 
 class Calls(OpNames):
-    """Names of ops, with the number for those that single out a class other than IGNORED."""
+    """Collects names of ops; a comparison with a class other than IGNORED also gets the class."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Runs an op."""
+        """Runs an op and records its name."""
         name = func._schema.name.partition("::")[2]
         at = {"eq": 1, "ne": 1, "nll_loss_forward": 4}.get(name)
         if at is not None and not is_ignored(args[at]):
@@ -140,7 +140,7 @@ class Helpers(Watch):
     """A watch that lets functions append to their own lists."""
 
     def event(self, frame: FrameType, event: str, arg: Any) -> None:
-        """Refuses effects, but not on lists that no global holds."""
+        """Refuses effects, except ``append`` and ``extend`` of lists that no global holds."""
         owner = getattr(arg, "__self__", None)
         is_own = isinstance(owner, list) and all(owner is not held for held, _ in self.containers)
         if event == "c_call" and is_own and arg.__name__ in {"append", "extend"}:
@@ -151,7 +151,7 @@ class Helpers(Watch):
 def compared(
     function: Callable[..., Any], formula: Formula
 ) -> dict[torch.dtype, torch.dtype] | str:
-    """The dtypes of the function's results by those of its arguments; the reason if it differs."""
+    """The dtypes of results by those of arguments; the reason if a result is not the formula's."""
     results: dict[torch.dtype, torch.dtype] = {}
     for given, dtype in itertools.product(draws(formula), DTYPES):
         leaves = converted(given, dtype)
@@ -168,7 +168,7 @@ OTHER = "another formula"
 
 
 def run(function: Callable[..., Any], leaves: list[Tensor]) -> Tensor | str:
-    """The result of a call, or why it is none of a formula."""
+    """The result of a call, or the reason why it is not the result of a formula."""
     called = Calls()
     with Helpers() as watch, called:
         try:
@@ -193,7 +193,7 @@ def agree(found: Tensor, leaves: list[Tensor], formula: Formula) -> bool:
     ours = torch.autograd.grad(truth.sum(), inputs[1])
     theirs = torch.autograd.grad(found.sum(), inputs[0])
     pairs = [(found.detach(), truth.detach()), *zip(theirs, ours, strict=True)]
-    # In half precision the values show the dtype, and float64 shows the formula.
+    # The bounds follow the dtype: they are loose in half precision, and float64 checks the formula.
     return all(
         torch.allclose(
             one.double(), other, rtol=eps, atol=8 * eps * size * max(1.0, float(other.abs().max()))
@@ -236,7 +236,7 @@ def functions_of(function: FunctionType, depth: int = 3) -> Iterator[FunctionTyp
 
 
 def codes_of(function: FunctionType) -> Iterator[CodeType]:
-    """The code of a function, and of those inside of it."""
+    """The code of a function, and of the functions inside of it."""
     codes = [function.__code__]
     while codes:
         code = codes.pop()
@@ -255,7 +255,7 @@ def file_of(value: type) -> str:
 
 
 def depends(function: FunctionType) -> str:
-    """Why a function may differ in calls that are not compared: numbers that it reads or names."""
+    """The reason why other calls may differ: numbers or names that the function reads; or ""."""
     for code in codes_of(function):
         for number in code.co_consts:
             if isinstance(number, int) and abs(number) > LARGEST and number != IGNORED:
@@ -277,7 +277,7 @@ def required(function: FunctionType) -> int | None:
 
 
 def found_function(function: FunctionType) -> tuple[str, Callable[..., Any]] | str | None:
-    """The call and the function to replace it; the reason, or None for another kind of function."""
+    """Text and function of the replacement; the reason if there is none; None for another kind."""
     if "_kiln_original" in vars(function):
         return "replaced before"
     count = required(function)
@@ -301,7 +301,7 @@ def found_function(function: FunctionType) -> tuple[str, Callable[..., Any]] | s
 def replace_functions(
     scope: ModuleType, is_skipped: Callable[[str, Any], bool], *, dry_run: bool
 ) -> tuple[list[Replacement], list[Callable[[], None]]]:
-    """Set functions of a module, as its own code calls them; returns rows and undo functions."""
+    """Set functions of a module by name, also for its own calls; returns rows and undos."""
     rows: list[Replacement] = []
     undo: list[Callable[[], None]] = []
     for name, value in list(vars(scope).items()):
@@ -324,7 +324,7 @@ def replace_functions(
 
 
 def restore(scope: ModuleType, name: str, made: Any, original: FunctionType) -> None:
-    """Give a name its function back."""
+    """Set a name to its original function again."""
     if vars(scope).get(name) is not made:
         raise RuntimeError(
             f"torchkiln.replace: undo: got another {scope.__name__}.{name}, expected the function "

@@ -32,7 +32,7 @@ def measure(matches: Matches, calls: Mapping[nn.Module, Given]) -> None:
 
 @contextmanager
 def evaluated(module: nn.Module) -> Iterator[None]:
-    """In evaluation mode: dropouts would make the results of both forwards differ."""
+    """A context in evaluation mode: dropouts would make the results of both forwards differ."""
     training = {part: part.training for part in module.modules()}
     module.eval()
     try:

@@ -28,11 +28,12 @@ class Plan(ABC):
     takes_options: ClassVar[bool] = False
     """Whether the new forward takes keyword arguments."""
     rounds_alike: ClassVar[bool] = True
-    """Whether results of large tensors round as the results of small ones in a comparison."""
+    """Whether the op rounds large tensors in the same way as the small ones of a comparison."""
     is_timed: ClassVar[bool] = True
-    """Whether a repeated call of the module alone shows the time of the new forward."""
+    """Whether the time of the new forward shows if the module's call is repeated outside of the
+    model."""
     saved_as: ClassVar[str]
-    """The name in pickles."""
+    """The name of the class in pickles."""
     version: ClassVar[int] = 1
     """Version of the settings in pickles; increased when their meaning changes."""
 
@@ -47,7 +48,7 @@ class Plan(ABC):
 
     @classmethod
     def loaded(cls, settings: dict[str, Any]) -> Plan:
-        """The plan with these settings."""
+        """The plan with these settings from a pickle."""
         return cls(**settings)
 
     @abstractmethod
@@ -56,7 +57,7 @@ class Plan(ABC):
 
     @abstractmethod
     def forward(self, module: Any, *args: Any, **options: Any) -> Any:
-        """The new forward."""
+        """Computes the new forward of a module."""
 
     def class_name(self, original: type[nn.Module]) -> str:
         """The name of the class with the new forward."""
@@ -74,7 +75,7 @@ class Plan(ABC):
         return False
 
     def stays(self, *_: Any) -> bool:
-        """Whether the op stays while ``torch.compile`` records a call.
+        """Whether to use the op while ``torch.compile`` records a call.
 
         The original forward runs where Inductor's code of torch's ops was measured to be as fast.
         """
@@ -94,7 +95,7 @@ class Plan(ABC):
             if not always and is_compiling() and not stays(*args):
                 return original.forward(module, *args, **options)
             if not options:
-                if len(args) == 1:  # most calls: passes no tuple and no dict
+                if len(args) == 1:  # most calls have one argument: avoids a tuple and a dict
                     (x,) = args
                     if fits(module, x):
                         return run(module, x)
@@ -143,7 +144,7 @@ MADE: dict[tuple[type[nn.Module], Plan], type[nn.Module]] = {}
 
 
 def made_class(original: type[nn.Module], plan: Plan) -> type[nn.Module]:
-    """A subclass of ``original`` with the forward of ``plan``, always the same one."""
+    """The subclass of ``original`` with the forward of ``plan``, made once."""
     key = (original, plan)
     if key not in MADE:
         MADE[key] = make_class(original, plan)
@@ -157,10 +158,10 @@ def make_class(original: type[nn.Module], plan: Plan) -> type[nn.Module]:
     """
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-        """Pickles and copies name the original class and the plan: the made class has no module.
+        """Pickles and copies store the original class and the plan: the made class is in no module.
 
-        Where a class has its own way to make instances, and in subclasses of the made class, that
-        way stays.
+        Classes with their own way to make instances, and subclasses of the made class, keep that
+        way.
         """
         parts = original.__reduce_ex__(self, protocol)
         assert isinstance(parts, tuple)  # a string names a global, which a module is not
@@ -183,7 +184,7 @@ def make_class(original: type[nn.Module], plan: Plan) -> type[nn.Module]:
 
 
 def unseen_subclass(original: type[nn.Module], name: str, scope: dict[str, Any]) -> type[nn.Module]:
-    """A subclass that neither ``__init_subclass__`` nor the metaclass sees."""
+    """A subclass that is made without a call of ``__init_subclass__`` or the metaclass."""
     metaclass: Any = type(original)
     maker: Any = ABCMeta if issubclass(metaclass, ABCMeta) else type
     made: Any = maker.__new__(metaclass, name, (Unseen,), scope)
@@ -197,13 +198,13 @@ class Unseen(nn.Module):
 
 
 NEW = (copyreg.__newobj__, copyreg._reconstructor)  # type: ignore[attr-defined]
-"""What makes an instance of a class without a way of its own, in new protocols and in old ones."""
+"""Functions by which pickle makes instances of ordinary classes, in new and in old protocols."""
 
 
 def _restore(
     original: type[nn.Module], name: str, version: int, settings: dict[str, Any], *given: Any
 ) -> nn.Module:
-    """An empty module, which unpickling fills: of the made class, or else of the original one.
+    """An empty module to unpickle into, of the made class; of ``original`` if the plan is unusable.
 
     ``given`` are the arguments of ``__new__``.
     """

@@ -14,7 +14,7 @@ HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith(("_hooks", "_h
 
 @contextmanager
 def usual_modes() -> Iterator[None]:
-    """Gradients on, no inference mode and no autocast, with the random states kept."""
+    """A context with gradients, without inference mode and autocast; random states are restored."""
     with (
         torch.inference_mode(mode=False),
         torch.enable_grad(),

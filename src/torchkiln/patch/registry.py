@@ -24,7 +24,7 @@ class Registered(Plan):
         return self.function.__qualname__
 
     def forward(self, module: nn.Module, *args: Any) -> Any:
-        """The registered function."""
+        """The result of the registered function."""
         return self.function(module, *args)
 
 

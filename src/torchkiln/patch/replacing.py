@@ -228,7 +228,7 @@ class Replace:
         *,
         dry_run: bool,
     ) -> Report:
-        """The report about a Python module; ``given`` are the options that it does not have."""
+        """The report about a Python module; ``given``: options that only models have."""
         if refused := [name for name, value in given.items() if value]:
             raise ValueError(
                 f"{MAKER}: {refused[0]}: got a value beside a Python module, expected none: "
@@ -257,7 +257,7 @@ def tried(
 
 
 def checked_kinds(only: Iterable[Kind] | Kind | None) -> tuple[Kind, ...]:
-    """The kinds to replace."""
+    """The kinds to replace, all by default; ValueError for unknown ones."""
     kinds = KINDS if only is None else (only,) if isinstance(only, str) else tuple(only)
     for kind in kinds:
         if kind not in KINDS:
@@ -270,7 +270,7 @@ def checked_kinds(only: Iterable[Kind] | Kind | None) -> tuple[Kind, ...]:
 def check_precision(
     precision: Precision | None, kinds: tuple[Kind, ...], head: Head, *, exact: bool
 ) -> None:
-    """Refuses words, and precisions with arguments that contradict them."""
+    """Refuses unknown values of ``head`` and ``precision``, and arguments that contradict them."""
     if head not in {False, True, "loss", "fp8"}:
         raise ValueError(f"{MAKER}: head: got {head!r}, expected False, True, 'loss' or 'fp8'")
     if precision not in {None, "fp8"}:

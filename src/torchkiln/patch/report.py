@@ -18,24 +18,24 @@ HEAD = ("modules", "was", "now", "same", "error from float64", "us was -> now", 
 
 @dataclass
 class Replacement:
-    """The outcome for one module."""
+    """The outcome for one module or function: a row of the report."""
 
     name: str
     """The path in the model, ``loss_function``, or the name in a Python module."""
     was: str
-    """The class, or the function."""
+    """The original class or function."""
     kind: str = ""
     now: str = ""
     """The call of the new forward; empty if there is none."""
     outcome: Literal["replaced", "would replace", "kept"] = "kept"
     reason: str = ""
-    """The reason to leave the module alone, or to leave a replaced one in its precision."""
+    """The reason to keep the module's forward, or to keep the precision of a replaced module."""
     bitwise: bool | None = None
     """Whether both results are bitwise equal in the module's dtype; None if not compared."""
     dtype: str = ""
     """The dtype of the comparison."""
     error_was: float | None = None
-    """Relative to float64, root mean square."""
+    """Root mean square error of the original, relative to the result in float64."""
     error_now: float | None = None
     seconds_was: float | None = None
     seconds_now: float | None = None
@@ -58,7 +58,7 @@ class Replacement:
 
 
 def comparison(row: Replacement) -> str:
-    """How the results of both forwards compare, in words."""
+    """The comparison of both forwards, as text."""
     if row.bitwise is None:
         return ""
     if row.bitwise:
@@ -70,7 +70,7 @@ def comparison(row: Replacement) -> str:
 
 
 def verdict(row: Replacement) -> str:
-    """The outcome, with the reason to leave the module, or its precision, alone."""
+    """The outcome, with the reason to leave the module, or its precision, unchanged."""
     return f"{row.outcome}: {row.reason}" if row.reason or not row.changed else row.outcome
 
 

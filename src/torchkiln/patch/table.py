@@ -1,4 +1,4 @@
-"""Measured times of ops beside Inductor's code, and what follows for modules of ``replace``.
+"""Measured times of ops and of Inductor's code, by which modules of ``replace`` choose ops.
 
 ``torchkiln bench --compile FILE`` writes such a table. The table in :mod:`torchkiln.patch.compiled`
 was measured on an H100.
@@ -28,7 +28,7 @@ VARIABLE = "TORCHKILN_COMPILE_TABLE"
 """The environment variable with the path of another table."""
 
 LEAST_GAIN = 1.05
-"""An op is used if Inductor's code takes this multiple of its time, forward and backward."""
+"""An op is used if Inductor's code takes at least this multiple of its time, in both directions."""
 
 SAME_KERNELS = {
     "rms_norm": "add_rms_norm",
@@ -58,7 +58,7 @@ Table = Mapping[tuple[str, str], list[Timed]]
 
 @cache
 def read(path: Path) -> Table:
-    """The table in a file."""
+    """The table of times in a file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["schema"] != SCHEMA:
@@ -89,26 +89,27 @@ def given_table() -> Path | None:
 
 
 def limits(op: str, dtype: torch.dtype, device: str) -> tuple[tuple[float, bool], ...]:
-    """Up to which length of rows an op is chosen, or not: for each measured length one limit.
+    """Upper limits of row lengths, one per measured length, with whether the op is chosen below.
 
-    A length is judged by the measured one whose logarithm is nearest. Comparisons with limits make
-    at most two guards of a symbolic size.
+    A length gets the choice of the measured length whose logarithm is nearest. Comparisons with
+    limits make at most two guards of a symbolic size.
     """
     file = given_table()
     if file is None and device != "cuda":
-        return ()  # the shipped table says nothing of other devices
+        return ()  # the shipped table has no times of other devices
     rows = rows_of(file or SHIPPED, op, dtype)
     between = [math.sqrt((a.columns + 1) * (b.columns + 1)) - 1 for a, b in pairwise(rows)]
     ends = [*map(math.floor, between), math.inf]
     return tuple((end, row.is_ours) for end, row in zip(ends, rows, strict=False))
 
 
-# As torch.compiler.assume_constant_result does, which imports the compiler: 3 s of the import.
+# The mark that torch.compiler.assume_constant_result sets. A call of it imports the compiler, which
+# takes 3 s.
 limits._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def stays(op: str, x: Any = None, *_: Any, dim: int = -1) -> bool:
-    """Whether a module calls an op for a first argument, if nothing says that it is slower.
+    """Whether a module calls an op: yes, unless it was measured to be slower for ``x``.
 
     ``dim`` is the dimension of the rows: the classes, for example.
     """
@@ -119,10 +120,11 @@ def stays(op: str, x: Any = None, *_: Any, dim: int = -1) -> bool:
 def is_chosen(op: str, x: Tensor, columns: Any, *, unmeasured: bool) -> bool:
     """Whether a module of ``replace`` calls an op while ``torch.compile`` records it.
 
-    ``unmeasured`` is the answer for ops, dtypes and devices without times: whether the op is used
-    there. Dynamo runs this function.
+    ``unmeasured`` is the result for ops, dtypes and devices without times. Dynamo runs this
+    function.
     """
-    # At the top of the file, it would make import torchkiln import sympy, in half a second.
+    # Imported here, because it imports sympy: half a second of import torchkiln at the top of the
+    # file.
     from torch.fx.experimental.symbolic_shapes import guard_or_false  # noqa: PLC0415
 
     for end, is_ours in limits(op, x.dtype, x.device.type):

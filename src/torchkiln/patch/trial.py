@@ -22,7 +22,7 @@ BUDGET = 0.1
 MODEL_BUDGET = 2.0
 """Seconds of measurement of the model."""
 SHORTEST = 2e-3
-"""Seconds of calls in a row that are one measurement."""
+"""Least seconds of a measurement: shorter calls are repeated."""
 MOST_CALLS = 100
 SLOWER, MODEL_SLOWER = "slower on the example", "the model is slower on the example"
 """The reasons of modules that keep their forward."""
@@ -53,7 +53,7 @@ class Step:
 
 
 def seconds(device: torch.device, run: Call, count: int = 1) -> float:
-    """Seconds of a call, of ``count`` calls in a row: the longer time of host and device."""
+    """Seconds per call of ``count`` calls in a row, until host and device have finished."""
     synchronize(device)
     start = time.perf_counter()
     for _ in repeat(None, count):
@@ -168,7 +168,7 @@ class Trial:
 
 
 def refuse(candidates: Sequence[Candidate], reason: str) -> None:
-    """Leave the modules as they are."""
+    """Mark the rows of modules that keep their forward."""
     for row in (row for rows, _, _ in candidates for row in rows):
         row.outcome, row.reason = "kept", reason
 
@@ -180,7 +180,7 @@ def device_of(given: Given, module: nn.Module) -> torch.device:
 
 
 def shapes(module: nn.Module, given: Given) -> tuple[Any, ...]:
-    """What the time of a call depends on: layouts of the tensors, classes of the submodules."""
+    """A key for calls that take equal time: layouts of tensors and classes of submodules."""
     layouts = (
         (tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad)
         if isinstance(x, Tensor)

@@ -30,7 +30,7 @@ class Unavailable(Exception):  # noqa: N818 - a state of the machine
 
 
 def find() -> str:
-    """Find ncu."""
+    """The path of ncu; raises Unavailable if it is not installed."""
     if path := shutil.which("ncu"):
         return path
     if found := installed_ncu():
@@ -45,7 +45,7 @@ def find() -> str:
 def command(ncu: str, report: Path, target: Sequence[str]) -> list[str]:
     """Command that profiles the kernels between cudaProfilerStart() and cudaProfilerStop().
 
-    Clocks stay as in the benchmark, and ncu flushes the caches before each pass as the benchmark
+    Clocks are those of the benchmark, and ncu flushes the caches before each pass as the benchmark
     does, so that durations can be compared.
     """
     return [

@@ -132,7 +132,7 @@ def read(text: str) -> list[Figures]:
     headings, units = table[0], table[1] if len(table) > 1 else []
     found = []
     for cells in table[2:]:
-        if len(cells) != len(headings):  # a message after the table
+        if len(cells) != len(headings):  # messages can follow the table
             continue
         values = {
             heading: number(cell, unit)

@@ -31,7 +31,7 @@ def moment(options: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    """Make the call."""
+    """Make the call that ncu profiles."""
     options = parsers.profile(sys.argv[1:])
     case = profiled_case(options)
     direction = moment(options)

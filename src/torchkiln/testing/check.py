@@ -31,7 +31,8 @@ class Check:
     slow: bool
     large: bool
     needs: str | None
-    """The field of the spec that the check needs; the check does not apply if it has no value."""
+    """The field of the spec that the check needs; the check does not apply if the field has no
+    value."""
 
     @property
     def promise(self) -> str:

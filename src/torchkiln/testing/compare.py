@@ -49,7 +49,7 @@ def noted(where: Where) -> Iterator[None]:
 
 
 def outputs(result: Tensor | Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """All tensors of a result. None stands for one that the call does not have."""
+    """All tensors of a result, without the outputs that are None in this call."""
     return (result,) if isinstance(result, Tensor) else tuple(y for y in result if y is not None)
 
 
@@ -84,14 +84,14 @@ def compute_eps(dtype: torch.dtype) -> float:
 def allowed_error(
     truth: Tensor, other: Tensor, magnitude: Tensor, dtype: torch.dtype, lost: float = 0.0
 ) -> Tensor:
-    """Twice the error of torch's composite, plus one rounding of the result and of its terms.
+    """Twice the error of torch's composite, plus rounding steps of the result and of ``magnitude``.
 
     In float64 the truth itself has rounding errors. A result below the smallest normal number may
     be flushed to zero. An intermediate number may be flushed, too, which changes the result by at
     most ``lost`` times the smallest normal number.
     """
     info = torch.finfo(dtype)
-    # An infinite term that does not reach the result is no bound of the rounding error.
+    # An infinite magnitude, from terms that do not reach the result, bounds no rounding error.
     magnitude = torch.where(magnitude.isfinite(), magnitude, truth.abs())
     rounded = info.eps * truth.abs() + 2 * compute_eps(dtype) * magnitude
     tiny = info.smallest_normal + lost * inside(dtype).smallest_normal
@@ -200,7 +200,7 @@ class Truths:
 def require_values(
     found: Result, sample: Sample, where: Where, truths: Truths | None = None
 ) -> None:
-    """Check the outputs of one call. ``truths`` are of calls with the same other arguments."""
+    """Check the outputs of one call. ``truths``: results of calls that differ only in tensors."""
     spec = where.spec
 
     def wide() -> tuple[Result, Result, tuple[Tensor, ...] | None]:
@@ -294,7 +294,7 @@ def require_gradients(
 ) -> None:
     """Check the gradients of one call for the incoming gradients ``grads``.
 
-    ``truths`` are of calls with the same positions and other arguments.
+    ``truths``: results of calls that differ only in tensors.
     """
     spec = where.spec
     wide = widened(grads)

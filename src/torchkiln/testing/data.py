@@ -89,7 +89,7 @@ class Placed:
 
 
 def contiguous_strides(shape: Sequence[int]) -> list[int]:
-    """Row-major strides."""
+    """The row-major strides of a shape."""
     strides = [1] * len(shape)
     for i in range(len(shape) - 2, -1, -1):
         strides[i] = strides[i + 1] * max(shape[i + 1], 1)

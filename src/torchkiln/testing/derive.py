@@ -64,7 +64,7 @@ def overload_of(function: Any, name: str) -> Any:
 def find_differentiable(spec: OpSpec) -> tuple[int, ...]:
     """The positions of all tensors among the positional arguments."""
     overload: Any = spec.overload
-    if not isinstance(overload, torch._ops.OpOverload):  # which validate() reports
+    if not isinstance(overload, torch._ops.OpOverload):  # validate() reports the error
         return ()
     kinds = kinds_of(overload)
     positional = [name for name, one in arguments(spec).items() if not one.kwarg_only]

@@ -56,12 +56,13 @@ class OnCopies:
             value = given.get(name)
             if make is not None:
                 made[name] = make(given)
-            elif isinstance(value, Tensor) and value.layout == torch.strided:  # others are refused
+            # the op raises an error for other values
+            elif isinstance(value, Tensor) and value.layout == torch.strided:
                 made[name] = value.clone(memory_format=self.copied)
         return made
 
     def results(self, found: Any, given: Given) -> Result:
-        """Results that only the call returned, then the targets."""
+        """Returned tensors that are no targets, then the targets."""
         targets = [given[name] for name in self.targets]
         returned = () if found is None else outputs(found)
         new = [y for y in returned if not any(y is target for target in targets)]
@@ -196,6 +197,6 @@ def in_place(function: Callable[..., Tensor]) -> Make:
 
 
 def with_forms(parent: OpSpec, *forms: Make | OpSpec) -> OpSpec:
-    """The spec with these forms."""
+    """The spec of an op with the specs of its forms."""
     made = (form(parent) if callable(form) else form for form in forms)
     return replace(parent, forms=tuple(made))

@@ -51,7 +51,7 @@ class Layout:
     gaps: tuple[int, int]
     """Unused elements after each element of the fastest dimension, and after each other one."""
     offset: int
-    """Elements before the first."""
+    """Elements before the first one in memory."""
     expanded: int | None
     """The dimension of stride 0, if any."""
 

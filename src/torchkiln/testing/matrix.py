@@ -63,7 +63,7 @@ class Notes:
 
 
 def sign(cell: dict[str, Any] | None, op: str, notes: Notes) -> str:
-    """A cell of the table."""
+    """The text of a cell of the table."""
     if cell is None:
         return ""
     if cell["status"] in SIGNS:
@@ -113,7 +113,7 @@ def written(text: str, runs: list[Run]) -> str:
 
 
 def main() -> int:
-    """The command line."""
+    """Write or print the tables of result files."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("results", type=Path, nargs="+", help="files of --contract-results")
     parser.add_argument("--page", type=Path, help="page with the marks; default: print the tables")

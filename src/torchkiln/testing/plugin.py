@@ -40,7 +40,7 @@ PROPERTY = "torchkiln_contract"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option."""
+    """Add the option ``--contract-results``."""
     group = parser.getgroup("torchkiln")
     group.addoption("--contract-results", metavar="FILE", help="write op x check as JSON")
 
@@ -139,7 +139,7 @@ class Results:
         self.found += [Outcome(**value) for name, value in found if name == PROPERTY]
 
     def pytest_sessionfinish(self) -> None:
-        """Write the file."""
+        """Write the results to their file."""
         gpu = any(one.device == "cuda" for one in self.found if one.status == "passed")
         here = environment(torch.device("cuda:0" if gpu else "cpu"))
         kept = [one for one in self.found if (one.device == "cuda") == gpu]

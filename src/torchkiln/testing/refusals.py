@@ -196,7 +196,7 @@ class Deriver:
         return good
 
     def wrong_kinds(self, name: str, kind: str) -> Iterator[Invalid]:
-        """Values of Python types other than that of the schema."""
+        """Calls with values of other Python types than the schema's."""
         expected, values = KINDS.get(kind.replace("[1]", "[]"), ("", ()))
         good = (self.good(name) if name in self.tensors else None) or self.typical()
         for value in values:
@@ -212,7 +212,7 @@ class Deriver:
                 yield good.changed(f"{words} or a number", TypeError, **{name: value})
 
     def wrong_dtype_arguments(self, name: str) -> Iterator[Invalid]:
-        """Dtypes that a result cannot have."""
+        """Calls with dtypes that a result cannot have."""
         for dtype in self.refused_dtypes():
             words = f"{name}: got {name_of(dtype)}, {self.known_dtypes()}"
             yield self.typical().changed(words, **{name: dtype})
@@ -228,7 +228,7 @@ class Deriver:
         return f"{KNOWN_DTYPES}, an integer dtype or bool" if self.rules.integers else KNOWN_DTYPES
 
     def wrong_places(self, name: str, good: GoodCall) -> Iterator[Invalid]:
-        """A sparse layout, and other devices."""
+        """Calls with a tensor in a sparse layout, and with a tensor on another device."""
         tensor = good[name].detach()
         yield good.changed(f"{name}: {SPARSE}", **{name: tensor.to_sparse()})
         if name == self.first:
@@ -239,7 +239,7 @@ class Deriver:
             yield good.changed(words, **{name: tensor.to(device)})
 
     def wrong_dtypes(self, name: str, good: GoodCall) -> Iterator[Invalid]:
-        """Dtypes without kernels, and dtypes that another argument does not allow."""
+        """Calls with dtypes that have no kernels, or that another argument does not allow."""
         rules = self.rules
         same = {**rules.like, **rules.dtypes}
         if name == self.tensors[0] and not rules.promotes:
@@ -267,7 +267,7 @@ class Deriver:
                 yield good.cast(beside).changed(words, **changed)
 
     def wrong_shapes(self, name: str, good: GoodCall) -> Iterator[Invalid]:
-        """Shapes of other sizes, of sizes that would broadcast, and of other ranks."""
+        """Calls with shapes of other sizes, of sizes that would broadcast, and of other ranks."""
         of = self.rules.like.get(name)
         words = self.rules.shapes.get(name) or (f"the shape of {of}" if of else None)
         if words is None:
@@ -287,7 +287,7 @@ class Deriver:
             yield replace(good.changed(said, **{name: other}), advises=True)
 
     def wrong_dims(self, name: str, of: str) -> Iterator[Invalid]:
-        """Dimensions that the tensor does not have."""
+        """Calls with dimensions that the tensor does not have."""
         good = self.typical()
         tensor = good[of].detach()
         rank = tensor.dim()

@@ -14,7 +14,7 @@ from torchkiln.ops.names import ALIASES
 from torchkiln.testing import SPECS, OpSpec
 
 COVERED = {"addcmul": "muladd", "conv_bn_act": "bn_act"}
-"""Functions without a spec, and the op whose kernels they run beside torch's."""
+"""Functions without a spec, each with the op whose kernels it runs in addition to torch's."""
 
 
 def find(where: str, argument: str, name: str, specs: Sequence[OpSpec] = SPECS) -> OpSpec:

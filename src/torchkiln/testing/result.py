@@ -51,7 +51,7 @@ class Outcome:
 
 
 def outcome(case: Case) -> Outcome:
-    """Run the case."""
+    """Run the case and return its outcome."""
     start = time.perf_counter()
     status: Status = "passed"
     reason = ""

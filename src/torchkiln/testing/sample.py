@@ -53,13 +53,13 @@ class Sample:
         return max(int(self.args[i].numel()) for i in self.positions)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Sample:
-        """The same call with ``function`` applied to every tensor."""
+        """The call with ``function`` applied to every tensor."""
         args = tuple(function(a) if isinstance(a, Tensor) else a for a in self.args)
         kwargs = {k: function(a) if isinstance(a, Tensor) else a for k, a in self.kwargs.items()}
         return replace(self, args=args, kwargs=kwargs)
 
     def substitute(self, position: int, value: Any, suffix: str = "") -> Sample:
-        """The same call with another argument at ``position``."""
+        """The call with another argument at ``position``."""
         args = (*self.args[:position], value, *self.args[position + 1 :])
         return replace(self, name=self.name + suffix, args=args)
 
@@ -86,11 +86,11 @@ class Sample:
         by_name = dict(zip(named, self.args[count:], strict=False))
         has_surplus = len(self.args) > count + len(named)
         if has_surplus or by_name.keys() & self.kwargs.keys() or not named:
-            return self.args, dict(self.kwargs)  # the function says what is wrong, if anything
+            return self.args, dict(self.kwargs)  # the function reports wrong arguments
         return self.args[:count], {**by_name, **self.kwargs}
 
     def call(self, function: Callable[..., Any]) -> Any:
-        """Make the call."""
+        """Call a function with the arguments of the sample."""
         self.start_generators()
         args, kwargs = self.arguments(function)
         return function(*args, **kwargs)

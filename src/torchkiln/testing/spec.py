@@ -77,7 +77,7 @@ class Derived:
     spec: OpSpec | None = field(default=None, repr=False)
 
     def __call__(self, *args: Any) -> Any:
-        """The value for these arguments."""
+        """The value of the field for these arguments."""
         return self.function(self.spec, *args)
 
 
@@ -103,8 +103,8 @@ class OpSpec:
     composite: Callable[..., Any] = LEFT_OUT
     """The code that a user would write in eager torch, in the dtype of the call."""
     usual: Callable[..., Any] | None = None
-    """The code that is timed beside the op, if ``composite`` emulates arithmetic that torch has
-    not; None for ``composite``."""
+    """The code that is timed as the op's peer, if ``composite`` emulates arithmetic that torch does
+    not have; None to time ``composite``."""
     magnitude: Callable[..., Any]
     """The sum of the absolute values of the terms of each output element: rounding errors inside
     the op are proportional to this sum even where the terms cancel."""
@@ -232,7 +232,7 @@ class OpSpec:
     def typical(
         self, device: torch.device, dtype: torch.dtype, requires_grad: bool = False
     ) -> Sample:
-        """The first sample."""
+        """The typical sample of the op, which is the first."""
         return next(self.samples(device, dtype, requires_grad))
 
     def leaves(self, sample: Sample, only: tuple[int, ...] | None = None) -> Sample:

@@ -67,7 +67,7 @@ def problems_of(spec: OpSpec) -> list[str]:
 
 
 def wrong_types(spec: Any) -> Iterator[str]:
-    """Fields of a wrong type."""
+    """Errors about fields of a wrong type."""
     if not isinstance(spec.name, str) or not spec.name:
         yield f"name: got {spec.name!r}, expected the name of the op"
     for name in FUNCTIONS:
@@ -127,7 +127,7 @@ def contradictions(spec: OpSpec) -> Iterator[str]:
 
 
 def wrong_samples(spec: OpSpec) -> Iterator[str]:
-    """Errors in samples."""
+    """Errors in the samples of a spec."""
     try:
         samples: list[Any] = list(spec.inputs(CPU, spec.dtypes[0]))
     except Exception as error:

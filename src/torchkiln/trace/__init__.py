@@ -102,7 +102,7 @@ def _traffic(
     from torchkiln.testing import Sample  # noqa: PLC0415
 
     sample: Sample = Sample("explained", args, kwargs)
-    if function is spec.op:  # in the order of the spec's samples
+    if function is spec.op:  # passes arguments as the spec's samples do
         given = inspect.signature(function).bind(*args, **kwargs).arguments
         named = spec.typical(torch.device("cpu"), spec.dtypes[0]).kwargs
         positional = tuple(value for name, value in given.items() if name not in named)
@@ -134,7 +134,7 @@ def _part(events: Any, device: torch.device, least: int, operations: int | None)
 
 
 def _ceiling(count: int, device: torch.device) -> float | None:
-    """Seconds that a copy takes to move as many bytes."""
+    """Seconds that a copy takes to move ``count`` bytes."""
     from torchkiln.bench.clock import Times, device_clock, in_turns  # noqa: PLC0415
     from torchkiln.bench.roofline import COPY, Work, ceilings  # noqa: PLC0415
 

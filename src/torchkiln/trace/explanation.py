@@ -18,7 +18,7 @@ class KernelLaunch:
     variant: str = ""
     """Template arguments: the types and numbers that the kernel was compiled for."""
     access: str = ""
-    """How it accesses memory, if that can be derived from its name."""
+    """The way in which the kernel accesses memory, if its name shows it."""
     vector_bytes: int | None = None
     """Bytes per access to memory."""
     items: int | None = None
@@ -46,7 +46,7 @@ class KernelLaunch:
     """CPU threads that shared the pieces."""
 
     def __str__(self) -> str:
-        """One line."""
+        """The kernel and its launch, in one line."""
         if self.instruction_set is not None:
             pieces = f"{self.parts} pieces" if self.parts > 1 else "1 piece"
             workers = f"{self.workers} threads" if self.workers > 1 else "1 thread"
@@ -87,7 +87,7 @@ class Step:
     words: str
 
     def __str__(self) -> str:
-        """One line."""
+        """The step, in one line."""
         where = f" in {self.inside}" if self.inside else ""
         return f"{self.kind}: {self.op}{where}, {self.words}"
 
@@ -100,7 +100,7 @@ class Part:
     """Ops of torchkiln that the dispatcher called, in order."""
     steps: tuple[KernelLaunch | Step, ...]
     notes: tuple[str, ...]
-    """Reasons, reported by the ops."""
+    """Reasons for the route, reported by the ops."""
     allocated: int
     """Bytes allocated, results included."""
     bytes: int
@@ -108,7 +108,7 @@ class Part:
     operations: int | None
     """Arithmetic operations, if the op's spec counts them."""
     ceiling: float | None
-    """Seconds of a copy of as many bytes on this machine."""
+    """Seconds of a copy of these bytes on this machine."""
 
     @property
     def kernels(self) -> tuple[KernelLaunch, ...]:
@@ -117,13 +117,13 @@ class Part:
 
     @property
     def extra(self) -> tuple[Step, ...]:
-        """Everything else: copies, casts, fallbacks."""
+        """The copies, casts and fallbacks among the steps."""
         return tuple(step for step in self.steps if isinstance(step, Step))
 
 
 @dataclass(frozen=True, repr=False)
 class Explanation(Report):
-    """One call, as it ran."""
+    """One call as it ran: its forward and, if gradients are needed, its backward."""
 
     schema: ClassVar[str] = "torchkiln.explain/1"
 
@@ -142,7 +142,7 @@ class Explanation(Report):
         return {"schema": self.schema, **asdict(self)}
 
     def __str__(self) -> str:
-        """A few lines."""
+        """The explanation, in a few lines."""
         lines = [f"{self.op} of {', '.join(self.inputs)} on {self.device}"]
         for name, part in ((FORWARD, self.forward), (BACKWARD, self.backward)):
             if part is not None:

@@ -214,7 +214,7 @@ def rms_norm(
     *,
     offset: float = 0.0,
 ) -> Tensor:
-    """RMS norm with a weight."""
+    """RMS norm with a weight and no bias."""
     if offset != 0:
         raise Refused("has no offset")
     return norm(runner, x, normalized_shape, weight, None, epsilon(x, eps), centered=False)
@@ -247,7 +247,7 @@ def bn_act(
     if not all(t.dim() == 4 and t.is_contiguous(memory_format=LAYOUT) for t in images):
         raise Refused("supports images in channels_last only")
     given = {"x": x, "weight": columns(weight), "bias": columns(bias)}
-    running = torch.zeros(1, x.shape[1], 1, 1, device=x.device)  # the binding demands them
+    running = torch.zeros(1, x.shape[1], 1, 1, device=x.device)  # required by the binding
     constants = {"eps": number(eps), "momentum": number(0.1)}
     constants |= {"running_mean": running, "running_var": running}
     if residual is not None:

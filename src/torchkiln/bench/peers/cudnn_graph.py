@@ -57,7 +57,7 @@ class Builder:
         return getattr(self.cudnn.data_type, name)
 
     def reads(self, name: str, what: Described) -> Any:
-        """An input."""
+        """Declare an input of the graph."""
         dtype, sizes, strides = what
         found = self.graph.tensor(
             name=name, dim=list(sizes), stride=list(strides), data_type=self.type_of(dtype)
@@ -66,7 +66,7 @@ class Builder:
         return found
 
     def reads_number(self, name: str) -> Any:
-        """A float32 number in the memory of the host."""
+        """Declare an input: a float32 number in the memory of the host."""
         found = self.graph.tensor(
             name=name,
             dim=[1, 1, 1, 1],
@@ -78,13 +78,13 @@ class Builder:
         return found
 
     def writes(self, name: str, tensor: Any, what: Described) -> None:
-        """An output."""
+        """Declare an output of the graph."""
         tensor.set_output(True).set_data_type(self.type_of(what[0]))
         self.tensors[name] = tensor
         self.results[name] = what
 
     def build(self) -> Graph:
-        """Choose a plan; refused if cuDNN has none."""
+        """Build the graph with a plan that cuDNN chooses; refused if there is none."""
         graph, mode = self.graph, self.cudnn.heur_mode
         try:
             graph.validate()
@@ -102,7 +102,7 @@ class Builder:
 
 @cache
 def handle() -> Any:
-    """The handle of this process."""
+    """The handle of cuDNN for this process."""
     return import_module(PACKAGE).create_handle()
 
 
@@ -136,7 +136,7 @@ class Call:
     runner: Runner
     forward: Graph
     backward: Graph | None
-    """None if no gradient is needed."""
+    """The backward graph; None if no gradient is needed."""
     constants: Mapping[str, Tensor]
     """Tensors that do not depend on the call, such as eps."""
 
@@ -189,5 +189,5 @@ def number(value: float) -> Tensor:
 def zeros_like(
     device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...]
 ) -> Tensor:
-    """Zeros to compare with."""
+    """Zeros of these sizes, to which the graph of batch norm compares results."""
     return torch.empty_strided(sizes, strides, dtype=dtype, device=device).zero_()

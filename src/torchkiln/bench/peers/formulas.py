@@ -32,7 +32,7 @@ def logp_of_sequence(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def entropy_of_rows(logits: Tensor) -> Tensor:
-    """The entropies of some rows."""
+    """The entropy of each row of logits."""
     logs = F.log_softmax(logits, -1)
     return -(logs.exp() * logs).sum(-1)
 
@@ -95,7 +95,7 @@ TRL: Mapping[str, Callable[..., Any]] = {
 
 
 def trl(case: BenchCase) -> Function:
-    """TRL's way for the op of the case."""
+    """TRL's formula of the op."""
     return TRL[case.spec.name]
 
 

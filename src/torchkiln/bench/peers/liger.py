@@ -113,7 +113,7 @@ def linear_logprob(
     rows: Tensor | None = None,
     entropy: bool = False,
 ) -> Any:
-    """The negated loss of each row, and the entropy; of some rows without zeros for the others.
+    """The negated loss per row, and the entropy; with ``rows`` only results of these rows.
 
     On an H100 in bfloat16 it needs nvidia-cutlass-dsl.
     """
@@ -135,7 +135,7 @@ def linear_kl(
     direction: str = "forward",
     beta: float = 0.5,
 ) -> Any:
-    """The mean over rows; its forward makes the gradients."""
+    """The mean divergence over rows; its forward computes the gradients."""
     share = {"forward": 0.0, "reverse": 1.0, "js": beta}[direction]
     return apply(x, weight, y, weight_y, None, share)
 

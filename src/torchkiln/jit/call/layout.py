@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 MAX_RANK = 8
 VECTOR_BYTES = 16
-BLOCK_VECTORS = 256 * 2  # threads per block, and vectors per thread
+BLOCK_VECTORS = 256 * 2  # 256 threads per block, 2 vectors per thread
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def require(status: int, call: str) -> None:
 
 def require_gpu(kernel: str) -> None:
     """Raises, with the reason, if torch has no GPU."""
-    if torch.cuda.is_initialized() or torch.cuda.is_available():  # the first is cheaper
+    if torch.cuda.is_initialized() or torch.cuda.is_available():  # is_initialized() is cheaper
         return
     if torch.version.cuda is None:
         reason = f"this torch ({torch.__version__}) has no CUDA"

@@ -62,7 +62,7 @@ class Scan:
     """The text of each file. Bytes that are not UTF-8 become surrogates, so that different files
     have different texts."""
     names: set[str] = field(default_factory=set)
-    """The names in all directives."""
+    """The names of files in all directives."""
     is_complete: bool = True
     """False if only a compiler can find all files. Then the cache is not used."""
 
@@ -99,7 +99,7 @@ class Scan:
         """Adds a file if it exists; yields its includes, each with the folder searched first."""
         if not os.path.isfile(given):  # noqa: PTH113  most are missing: a Path takes four times as long
             return
-        # A link stays as it is: NVRTC searches the folder of the link, not of its target.
+        # A link is not resolved: NVRTC searches the folder of the link, not of its target.
         file = Path(given).parent.resolve() / Path(given).name
         if file in self.files:
             return

@@ -42,7 +42,7 @@ TOO_DEEP = (
 
 
 class Node:
-    """A part of a formula."""
+    """A part of a formula: a name, a number or a call."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Name(Node):
 
 @dataclass(frozen=True)
 class Number(Node):
-    """A constant."""
+    """A constant of a formula."""
 
     value: float
 
@@ -90,7 +90,7 @@ def parse(text: str, argument: str = "expression") -> Node:
             f"torchkiln.jit.elementwise: {argument}: got {text!r}, expected a Python expression"
             f" ({error.msg})"
         ) from None
-    except (RecursionError, MemoryError):  # of the parser
+    except (RecursionError, MemoryError):  # raised by the parser
         raise ValueError(f"torchkiln.jit.elementwise: {argument}: {TOO_DEEP}") from None
     except ExpressionError as error:
         raise ValueError(f"torchkiln.jit.elementwise: {argument}: {error}") from None

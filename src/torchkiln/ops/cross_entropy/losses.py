@@ -18,15 +18,15 @@ class CrossEntropyOutput(NamedTuple):
     z_loss: Tensor | None
     """The part of the loss that the z-loss adds; None unless requested."""
     accuracy: Tensor | None
-    """None unless requested."""
+    """The accuracy; None unless requested."""
 
 
-# torch.export saves programs that return it.
+# With this, torch.export can save programs that return the class.
 _register_namedtuple(CrossEntropyOutput, serialized_type_name="torchkiln.CrossEntropyOutput")
 
 
 class LossOptions(TypedDict, total=False):
-    """Options of all losses."""
+    """The options that all losses have."""
 
     ignore_index: int
     reduction: Reduction

@@ -98,12 +98,12 @@ def rewritten(module: fx.GraphModule, choice: Choice) -> fx.GraphModule:
     try:
         names = [n for kind in KINDS for n in kind.rewrite(facts, choice)]
         module.graph.lint()
-    except Exception as error:  # an unusual graph
+    except Exception as error:  # rewrites may raise for an unexpected graph
         warnings.warn(
             f"{WHERE}: the search raised {type(error).__name__}: {error}; the graph stays as it is",
             stacklevel=2,
         )
-        pairs = zip(before.nodes, facts.given, strict=False)  # inputs come first
+        pairs = zip(before.nodes, facts.given, strict=False)  # inputs are the first nodes
         for node, given in pairs:
             vars(node).update({k: v for k, v in vars(given).items() if k == "_dynamo_source"})
         module.graph = before

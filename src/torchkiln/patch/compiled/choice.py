@@ -1,7 +1,7 @@
-"""Which ops stay torchkiln's in a graph for Inductor: a table of measured times.
+"""The choice of torchkiln's ops in a graph for Inductor, by a table of measured times.
 
 ``torchkiln bench --compile FILE`` writes such a table. The table in this folder was measured on an
-H100. An op that a table does not have stays torch's.
+H100. Ops without times in a table are left to torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OPS = (
     *("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", *gated.OPS, *activation.OPS),
     *("linear", "rope", "cross_entropy", "linear_cross_entropy"),
 )
-"""The ops that a graph can get."""
+"""The ops of torchkiln that a graph can get."""
 
 MODULE_OPS = ("dropout_add", "group_norm", "softmax", "log_softmax")
 """Further ops that modules of ``replace`` call."""
@@ -29,7 +29,7 @@ MODULE_OPS = ("dropout_add", "group_norm", "softmax", "log_softmax")
 def table_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """The table of a run of ``torchkiln bench``, from large calls of ops that models get.
 
-    ValueError if the run has none beside ``torch.compile``, forward and backward.
+    ValueError if no such call has times of ``torch.compile``, forward and backward.
     """
     known = (*OPS, *MODULE_OPS)
     found: dict[tuple[str, str, int], dict[str, list[float]]] = {}
@@ -57,7 +57,7 @@ def table_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def timed(file: Path, op: str, x: Tensor) -> Timed | None:
-    """Times of an op, or of one with its kernels, for the row length nearest to that of ``x``."""
+    """Times of an op, or of one with the same kernels, at the row length nearest to that of x."""
     rows, columns = rows_of(file, op, x.dtype), columns_of(x)
     nearest = (abs(math.log((row.columns + 1) / (columns + 1))) for row in rows)
     return min(zip(nearest, rows, strict=True), default=(0.0, None))[1]
@@ -71,7 +71,7 @@ def columns_of(x: Tensor) -> int:
 
 
 class Choice:
-    """Whether an op is torchkiln's for a tensor: one of ``ours``, or else by a table."""
+    """Chooses between torchkiln's op and torch's for a tensor: by ``ours``, or else by a table."""
 
     def __init__(self, *, ours: Collection[str] | None = None, table: Path | None = None) -> None:
         self.ours, self.table = ours, table

@@ -20,11 +20,11 @@ VALUE = "example_value"
 """The key under which Dynamo stores the fake value of a node."""
 
 RESULTS = (Tensor, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
-"""Values of calls that compute. A call without one may change a mode."""
+"""Types of results of calls that compute. A call without such a result may change a mode."""
 
 
 def value_of(node: Any) -> Any:
-    """The fake value of a node; anything else stays."""
+    """The fake value of a node; other arguments are returned unchanged."""
     return node.meta.get(VALUE) if isinstance(node, fx.Node) else node
 
 
@@ -62,7 +62,7 @@ def strides_of(x: Tensor) -> list[Any]:
 def may_write(node: fx.Node) -> bool:
     """Whether a custom op, or an op with a graph as an argument, may change arguments in place.
 
-    Other calls have counted their changes in the versions of the fake values.
+    Changes by other calls show in the version counters of the fake values.
     """
     target = node.target
     if isinstance(target, OpOverloadPacket):
@@ -73,7 +73,7 @@ def may_write(node: fx.Node) -> bool:
 
 
 class Facts:
-    """A graph with the modes and the memory of its nodes, and its changes."""
+    """A graph that can be edited, with the modes of its nodes and the memory that it changes."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -81,7 +81,7 @@ class Facts:
         values = [x for node in graph.nodes for x in tree_leaves(value_of(node))]
         fakes = (x.fake_mode for x in values if isinstance(x, FakeTensor))
         self.mode = next(fakes, None)
-        """The mode of Dynamo; the tracing context has another one."""
+        """The fake tensor mode of Dynamo; the tracing context has another one."""
         written = [x for node in graph.nodes if may_write(node) for x in node.all_input_nodes]
         of_written = [x for node in written for x in tree_leaves(value_of(node))]
         self.changed = {
@@ -91,8 +91,8 @@ class Facts:
         }
         """Memory that the graph changes in place."""
         self.states: dict[fx.Node, tuple[int, frozenset[str]]] = {}
-        """How many calls up to a node compute nothing, and the types of devices for which autocast
-        is on."""
+        """The number of calls up to a node that compute nothing, and the types of devices for which
+        autocast is on."""
         on = [(name, torch.is_autocast_enabled(name)) for name in ("cpu", "cuda")]
         entered: dict[Any, tuple[str, bool]] = {}
         count = 0
@@ -121,7 +121,7 @@ class Facts:
     def call(
         self, after: fx.Node, like: fx.Node, function: Callable[..., Any], *args: Any, **given: Any
     ) -> fx.Node:
-        """A new call behind a node, in the modes of ``like``; without a value if it fails."""
+        """Insert a call after a node, in the modes of ``like``. A call that fails has no value."""
         with self.graph.inserting_after(after):
             node = self.graph.call_function(function, args, given)
         node.meta = {k: v for k, v in like.meta.items() if k != VALUE}
@@ -141,7 +141,7 @@ class Facts:
         old: Iterable[fx.Node],
         new: Iterable[fx.Node] = (),
     ) -> bool:
-        """Use other nodes for results, and erase old nodes without a use.
+        """Replace results by new nodes, and erase old nodes that nothing uses.
 
         If a result would have another layout or dtype, the new nodes are erased instead.
         """
@@ -154,7 +154,7 @@ class Facts:
         return is_right
 
     def erase(self, nodes: Iterable[fx.Node]) -> None:
-        """Erase those of the nodes that nothing uses."""
+        """Erase the nodes that nothing uses."""
         for node in sorted(nodes, reverse=True):
             if not node.users:
                 self.graph.erase_node(node)

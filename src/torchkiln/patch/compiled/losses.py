@@ -17,7 +17,7 @@ from torchkiln.patch.source.loss_calls import fits
 SIGNATURE = inspect.signature(F.cross_entropy)
 
 VIEWS = ("view", "reshape", "contiguous")
-"""Methods that keep the rows of logits in their order, if the last size stays."""
+"""Methods that keep the order of the rows of logits, if the last size is unchanged."""
 
 CASTS = ("float", "to")
 
@@ -79,7 +79,7 @@ def alone(
     call: tuple[tuple[fx.Node, fx.Node, fx.Node | None], dict[str, Any]],
     wanted: Wanted,
 ) -> list[str]:
-    """Replaces a loss by that of the logits before their cast."""
+    """Replaces a loss without its linear layer; the op reads the logits before their cast."""
     (logits, target, weight), options = call
     if not wanted("cross_entropy", value_of(logits)):
         return []
@@ -104,7 +104,7 @@ def with_head(
     call: tuple[fx.Node, dict[str, Any]],
     wanted: Wanted,
 ) -> list[str]:
-    """Replaces a loss and the layer that makes the logits, if nothing else uses these."""
+    """Replaces a loss and the layer that makes the logits, if nothing else uses the logits."""
     target, options = call
     layer: Any = steps[-1].args[0] if steps else node.args[0] if node.args else None
     if not isinstance(layer, fx.Node) or layer.target is not F.linear or len(layer.users) != 1:

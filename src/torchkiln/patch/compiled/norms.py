@@ -18,7 +18,7 @@ from torchkiln.patch.formula import norm
 from torchkiln.patch.formula.norm import Norm
 
 CALLS = (F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm)
-"""Torch's norms."""
+"""The functions of torch that compute a norm."""
 
 REDUCTIONS = ("mean", "var", "var_mean", "std", "norm", "vector_norm", "sum")
 """Functions and methods that a norm calls."""
@@ -29,7 +29,7 @@ OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 Wanted = Callable[[str, Tensor], bool]
-"""Whether an op of torchkiln is to be used for such a tensor."""
+"""A function of an op's name and a tensor: whether to use torchkiln's op."""
 
 
 def name_of(node: fx.Node) -> str:

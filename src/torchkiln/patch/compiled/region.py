@@ -26,7 +26,7 @@ class Region:
     sources: tuple[fx.Node, ...]
     results: tuple[fx.Node, ...]
     nodes: list[fx.Node]
-    """In the order of the graph, with the results."""
+    """All calls, the results included, in the order of the graph."""
     vectors: list[fx.Node]
     """Inputs of the graph with one dimension, apart from the sources."""
 

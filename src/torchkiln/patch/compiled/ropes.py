@@ -25,7 +25,7 @@ ELEMENTWISE = ("cos", "sin", "to", "float", "mul", "unsqueeze", "type_as")
 
 
 class Turned(NamedTuple):
-    """A tensor that may be rotated."""
+    """A possible rotation of a tensor by two angles."""
 
     x: fx.Node
     result: fx.Node
@@ -51,7 +51,7 @@ def rewrite(facts: Facts, wanted: Wanted) -> list[str]:
 
 
 def turned(node: fx.Node) -> Iterator[Turned]:
-    """The rotations around the call that makes the turned half."""
+    """Possible rotations around a call of ``cat`` or ``stack``, which makes the turned half."""
     for x in before(node):
         given = tensor_of(x)
         if given is None:
@@ -66,7 +66,7 @@ def turned(node: fx.Node) -> Iterator[Turned]:
 
 
 def angles_of(x: fx.Node, result: fx.Node) -> list[fx.Node]:
-    """The other tensors that a result depends on, without new dimensions of size 1."""
+    """The other tensors that a result depends on, before ``unsqueeze``."""
     inside = {x}
     calls: list[fx.Node] = []
     node = x
@@ -152,14 +152,14 @@ def proven(module: Any, q: Tensor, cos: Tensor) -> Form | None:
 
 
 def has_columns(form: Form, *angles: fx.Node) -> bool:
-    """Whether the graph shows that the factors that the op does not read are equal to others."""
+    """Whether the graph shows that cos and sin have the equal columns that the form requires."""
     return form.factors in ("pairs", "first") or all(
         doubled(angle) == form.factors for angle in angles
     )
 
 
 def doubled(node: Any) -> str:
-    """How the columns of an angle are doubled; empty if the graph does not show it."""
+    """The equal columns of an angle, as in :class:`Form`; empty if the graph does not show it."""
     while isinstance(node, fx.Node) and name_of(node) in ELEMENTWISE:
         first, *others = node.args
         is_number = name_of(node) != "mul" or isinstance(others[0], (int, float))

@@ -16,10 +16,10 @@ from torchkiln.patch.plan import Match
 from torchkiln.patch.probe import usual_modes
 
 KNOWN: dict[Any, Any] = {}
-"""Outcomes of the process."""
+"""The outcomes of all searches in this process, by key."""
 
 Find = Callable[[nn.Module, torch.dtype], Any]
-"""A search of :mod:`torchkiln.patch.formula`."""
+"""A function that searches a module for a formula."""
 
 
 def once(key: Any, function: Callable[[], Any]) -> Any:

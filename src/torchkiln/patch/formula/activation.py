@@ -26,7 +26,7 @@ EQUAL = {"relu", "silu", "sigmoid", "tanh"}
 
 @dataclass(frozen=True)
 class Activation(ProvenPlan):
-    """One elementwise op."""
+    """The plan of one elementwise op."""
 
     kind = "activation"
     saved_as = "activation"
@@ -36,15 +36,15 @@ class Activation(ProvenPlan):
         return self.op
 
     def fits(self, module: nn.Module, *args: object) -> bool:
-        """Whether this is a proven call."""
+        """Whether the formula is proven for this call."""
         return len(args) == 1 and self.takes(module, *args)
 
     def stays(self, *args: Any) -> bool:
-        """Whether the op was not measured to be slower than compiled code."""
+        """Whether to use the op under ``torch.compile``: it was not measured to be slower."""
         return stays(self.op, *args)
 
     def forward(self, _: nn.Module, x: Tensor) -> Tensor:
-        """The op."""
+        """The result of the op."""
         return OPS[self.op](x)
 
 

@@ -24,17 +24,17 @@ CHANGES = (
 PURE: tuple[object, ...] = (
     *(len, isinstance, issubclass, getattr, hasattr, callable, abs, sum, iter, any, all, pow),
 )
-"""Functions of Python that only look at their arguments."""
+"""Functions of Python that read their arguments and change nothing."""
 
 LITERALS = ("BUILD_LIST", "BUILD_SET", "BUILD_MAP", "BUILD_TUPLE", "LIST_EXTEND", "SET_UPDATE")
-"""Instructions that end a list, a set, a dict or a tuple with elements in its place."""
+"""The last instruction of a list, set, dict or tuple that the code writes out."""
 
 UNSEEN = (
     *("__dict__", "__class__", "requires_grad", "is_leaf", "grad_fn", "grad", "_version", "_base"),
     *("retains_grad", "output_nr", "is_inference", "is_contiguous", "storage_offset"),
     *("is_meta", "get_device"),
 )
-"""Attributes whose changes no trace shows: a forward that reads them is left alone."""
+"""Attributes whose changes no trace shows: a forward that reads them is not replaced."""
 
 FACTS = ("dtype", "ndim", "dim", "is_floating_point", "is_complex")
 """Properties of a tensor that a forward may branch on: the recorded calls vary them."""
@@ -75,7 +75,7 @@ def hidden(step: dis.Instruction, after: dis.Instruction) -> str:
 
 
 def branches(code: CodeType, scope: dict[str, Any], *, variables: bool) -> Iterator[str]:
-    """The names that a function branches on, except attributes of the module and tried facts."""
+    """The names that a function branches on, except attributes of the module and :data:`FACTS`."""
     steps = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
     known = {*code.co_varnames[: min(code.co_argcount, 1)], *facts(steps)}
     known |= set() if variables else {*code.co_varnames}
@@ -136,7 +136,7 @@ def conditions(
     *,
     is_identity: bool = False,
 ) -> Iterator[str]:
-    """The names in a condition that are no attribute of the module, constant or tried fact.
+    """Names in a condition except attributes of the module, constants and :data:`FACTS`.
 
     ``known`` contains the variable of the module and the variables of facts.
     """

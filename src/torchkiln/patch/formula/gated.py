@@ -31,7 +31,7 @@ OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "geglu_tanh": lambda gate, up: geglu(gate, up, "tanh"),
 }
 ACTS: dict[str, Gate] = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
-"""The activation of each op."""
+"""The activation of the gate in each op."""
 
 HIDDEN = 24
 """Width between the projections of a recorded call."""
@@ -63,7 +63,7 @@ class Gated(ProvenPlan):
         return f"{self.op} between the projections"
 
     def fits(self, module: Any, *args: Any) -> bool:
-        """Whether this is a proven call."""
+        """Whether the formula is proven for this call."""
         if len(args) == 1 and type(args[0]) is Quantized:
             return True
         if len(args) != 1 or not self.takes(module, *args):
@@ -100,14 +100,14 @@ class Gated(ProvenPlan):
         return result
 
     def hidden_in_fp8(self, module: Any, x: Tensor | Quantized) -> Quantized:
-        """The gated unit in float8_e4m3fn."""
+        """The input of ``down``: the result of the gated unit, in float8_e4m3fn."""
         gate, act = submodule(module, self.gate), ACTS[self.op]
         if self.up is not None:
             return gated_in_fp8(act, x, gate, submodule(module, self.up))
         return gated_in_fp8(act, x, gate, swapped=self.swapped)
 
     def hidden(self, module: Any, x: Tensor) -> Tensor:
-        """The gated unit."""
+        """The result of the gated unit, before dropouts and ``down``."""
         if self.up is None:
             (both,) = shared(x, submodule(module, self.gate))
             gate, up = both.chunk(2, -1)
@@ -132,7 +132,7 @@ def submodule(module: nn.Module, name: str) -> Any:
 
 
 def product(op: str, gate: Tensor, up: Tensor) -> Tensor:
-    """The op, where it takes the results of the projections; otherwise the formula in torch."""
+    """The op, if it takes the results of the projections; otherwise the formula in torch."""
     if gate.dtype is up.dtype and gate.shape == up.shape and is_ordered(gate) and is_ordered(up):
         return OPS[op](gate, up)
     if op == "swiglu":
@@ -175,7 +175,7 @@ class Opaque(nn.Module):
 
     @property
     def weight(self) -> Weight:
-        """Stands for a weight whose dtype is read: the plan requires the dtype of the input."""
+        """A stand-in for a weight whose dtype is read. The plan then requires the input's dtype."""
         self.tracer.reads_weights = True
         return Weight(self.tracer.situation.dtype)
 

@@ -28,7 +28,7 @@ class GatedNorm(ProvenPlan):
     saved_as = "gated_norm"
     weight: str
     eps: str | float
-    """The name of the attribute, or the number."""
+    """The name of the attribute with eps, or eps itself."""
     gate_first: bool
     groups: int
     offset: float

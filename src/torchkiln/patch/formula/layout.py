@@ -17,7 +17,7 @@ ANY = "*"
 
 @dataclass(frozen=True)
 class Value:
-    """A recorded tensor."""
+    """The expression and the dimensions of a recorded tensor."""
 
     expression: Expression
     dims: tuple[Dim, ...]
@@ -30,7 +30,7 @@ class Axes:
         self.sizes: dict[str, int] = {}
 
     def add(self, label: str, size: int) -> Dim:
-        """A dimension of one axis."""
+        """Add an axis; returns a dimension that runs over it."""
         self.sizes[label] = size
         return (label,)
 

@@ -24,7 +24,7 @@ LEAST_INPUT = 1 << 20
 
 @dataclass(frozen=True)
 class WideLinear(Plan):
-    """The op for a ``torch.nn.Linear``."""
+    """The plan that runs :func:`torchkiln.linear` for a ``torch.nn.Linear``."""
 
     kind = "linear"
     saved_as = "linear"
@@ -34,7 +34,7 @@ class WideLinear(Plan):
         return "linear"
 
     def fits(self, module: Any, *args: Any) -> bool:
-        """Whether the op takes less time. Under ``torch.compile`` torch runs: Inductor pads."""
+        """Whether the op takes less time. Not under ``torch.compile``: Inductor pads, too."""
         if torch.compiler.is_compiling() or is_tracing() or len(args) != 1:
             return False
         x = args[0]
@@ -43,7 +43,7 @@ class WideLinear(Plan):
         return has_unaligned_sizes(module) or sums_gradient(module, x)
 
     def forward(self, module: Any, *args: Any, **_: Any) -> Tensor:
-        """The op."""
+        """The result of :func:`torchkiln.linear`."""
         return linear(args[0], module.weight, module.bias)
 
 
@@ -91,7 +91,7 @@ def plain_parameters(module: Any) -> tuple[Tensor, Tensor | None] | None:
 
 
 def is_called_as_usual(weight: Tensor, bias: Tensor | None, x: Any) -> bool:
-    """Whether torch's layer takes the input, too: of the dtype of the layer, or under autocast."""
+    """Whether torch's layer takes the input, too: in the dtype of the layer, or under autocast."""
     if not is_plain(x) or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         return False
     if x.device != weight.device:

@@ -110,7 +110,8 @@ OPS = frozenset(
         "scalar_tensor",
     )
 )
-"""The ops of a cross-entropy of tokens. A loss that calls another op, such as a clamp, stays."""
+"""The ops of a cross-entropy of tokens. A loss that calls others, such as a clamp, is not
+replaced."""
 
 CASES = ((1e-3, 130, 3), (4.0, 2, 5), (1e3, 2, 5))
 """Magnitudes of logits, and sizes of labels: a loss may depend on the number of labels."""

@@ -38,7 +38,7 @@ class Norm(ProvenPlan):
     weight: str | None
     bias: str | None
     eps: str | float
-    """The name of the attribute, or the number."""
+    """The name of the attribute with eps, or eps itself."""
     offset: float = 0.0
     round: str = "once"
 
@@ -57,7 +57,7 @@ class Norm(ProvenPlan):
         return True
 
     def stays(self, *args: Any) -> bool:
-        """Whether the op was not measured to be slower than compiled code."""
+        """Whether to use the op under ``torch.compile``: it was not measured to be slower."""
         return stays(self.op, *args)
 
     def forward(self, module: nn.Module, x: Tensor) -> Tensor:

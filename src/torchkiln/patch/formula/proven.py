@@ -22,19 +22,19 @@ class ProvenPlan(Plan):
     reads: Reads = Reads()  # noqa: RUF009  immutable
 
     def settings(self) -> dict[str, Any]:
-        """The fields, with proof and conditions in types of Python."""
+        """The fields for pickles, with proof and conditions as types of Python."""
         proof = None if self.proof is None else tuple(self.proof)
         return {**super().settings(), "proof": proof, "reads": self.reads.settings()}
 
     @classmethod
     def loaded(cls, settings: dict[str, Any]) -> Plan:
-        """The plan with these settings."""
+        """The plan with these settings from a pickle."""
         proof = None if settings["proof"] is None else Proof(*settings["proof"])
         reads = Reads.loaded(settings["reads"])
         return super().loaded({**settings, "proof": proof, "reads": reads})
 
     def takes(self, module: Any, *args: Any) -> bool:
-        """Whether these tensors are of a proven rank and dtype, and the module is as it was."""
+        """Whether tensors have a proven rank and dtype, and the conditions on the module hold."""
         proof, first = self.proof, args[0]
         if proof is None or is_tracing() or not is_torchs(first):
             return False

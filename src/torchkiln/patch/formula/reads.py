@@ -28,11 +28,11 @@ Path = tuple[str, ...]
 
 
 class AnyNumber:
-    """Stands for the floats from 0 to :data:`LARGEST`."""
+    """A condition that holds for every float from 0 to :data:`LARGEST`."""
 
 
 LARGEST = 0.5
-"""The largest eps that a formula is tried with."""
+"""The largest eps for which a formula is tried."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,13 @@ class Reads:
 
     @classmethod
     def loaded(cls, settings: dict[str, Any]) -> Reads:
-        """The conditions with these settings."""
+        """The conditions with these settings from a pickle."""
         numbers = settings["numbers"]
         values = ((p, AnyNumber if p in numbers else value) for p, value in settings["values"])
         return cls(tuple(values), settings["parts"])
 
     def __add__(self, other: Reads) -> Reads:
-        """Both conditions."""
+        """The conditions of both operands."""
         return Reads((*self.values, *other.values), (*self.parts, *other.parts))
 
     def below(self, name: str) -> Reads:
@@ -86,13 +86,13 @@ class Reads:
         return Reads(values, tuple((f"{name}.{part}", cls) for part, cls in self.parts))
 
     def with_any(self, name: str) -> Reads:
-        """The conditions, but one attribute may be any float that :class:`AnyNumber` allows."""
+        """The conditions, except that one attribute may be any float of :class:`AnyNumber`."""
         values = tuple((p, AnyNumber if p == (name,) else value) for p, value in self.values)
         return Reads(values, self.parts)
 
 
 def found(owner: Any, path: Path) -> Any:
-    """The value at a path."""
+    """The value at a path of attributes; MISSING if there is none."""
     if path[0] == GLOBALS:
         return getattr(sys.modules.get(path[1]), path[2], MISSING)
     for name in path:
@@ -157,7 +157,7 @@ class Reader:
         return Reads(tuple(self.values.items()), tuple(self.parts.items()))
 
     def note(self, path: Path, value: Any) -> Any:
-        """Keep a value that was read; returns the value, a copy, or :class:`Held` for objects."""
+        """Record a value that was read; returns the value, a copy, or :class:`Held` for objects."""
         if isinstance(value, nn.Module) and not self.takes_tensors and not is_read(value):
             self.refuse(f"it calls {'.'.join(path)}, which is no submodule")
         if isinstance(value, (nn.Module, nn.Parameter, MethodType)):
@@ -179,13 +179,13 @@ class Reader:
         return value
 
     def note_globals(self, values: dict[tuple[str, str], Any]) -> None:
-        """Keep globals that functions could read, if they are plain values or importable."""
+        """Record globals that functions could read, if they are plain values or importable."""
         for path, value in values.items():
             if is_plain(frozen(value)) or is_importable(value):
                 self.values[GLOBALS, *path] = frozen(value)
 
     def refuse(self, reason: str) -> None:
-        """Keep the first reason."""
+        """Store a reason to refuse the module; only the first one is kept."""
         self.reason = self.reason or reason
 
 

@@ -46,12 +46,12 @@ class Recorder(DispatchMode):
         self.values: dict[int, Value] = {}
         self.kept: list[Tensor] = []
         self.given: set[int] = set()
-        """Memory that may not be changed."""
+        """Addresses of memory that the call must not change."""
         self.is_paused = False
         self.numbers: set[float] = {0.0}
-        """All constants that were added."""
+        """All constants that the call added."""
         self.names: set[str] = set()
-        """The ops that were called."""
+        """The names of the ops that were called."""
 
     def add(
         self, tensor: Tensor, name: str, dims: Sequence[Dim], *, overwrites: bool = False
@@ -67,7 +67,7 @@ class Recorder(DispatchMode):
         return tensor
 
     def set(self, tensor: Tensor, value: Value) -> None:
-        """Keep the expression of a tensor."""
+        """Record the expression of a tensor."""
         self.values[id(tensor)] = value
         self.kept.append(tensor)
 
@@ -118,7 +118,7 @@ class Recorder(DispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Ops in the block are not recorded."""
+        """A context in which ops are not recorded."""
         self.is_paused = True
         try:
             yield

@@ -28,7 +28,7 @@ RANKS: tuple[Ranks, ...] = ((4, 3), (4, 2), (3, 2))
 
 
 class Form(NamedTuple):
-    """How :func:`torchkiln.rope` computes a function, for one rank of heads and of angles."""
+    """The arguments with which :func:`torchkiln.rope` computes a function."""
 
     heads_dim: int
     interleaved: bool
@@ -37,7 +37,7 @@ class Form(NamedTuple):
     ``halves``: both halves of the columns are equal; ``neighbours``: each column is twice there."""
 
     def rotated(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """The results of the op."""
+        """The results of the op in this form."""
         columns = cos.shape[-1]
         if self.factors == "first":
             cos, sin = cos[..., : columns // 2], sin[..., : columns // 2]
@@ -67,12 +67,12 @@ FORMS = tuple(
 
 
 class Sizes(NamedTuple):
-    """Sizes of the arguments."""
+    """Sizes of the arguments of a rotation."""
 
     batch: int
     heads: int
     others: int
-    """The heads of the keys."""
+    """The number of heads of the keys."""
     tokens: int
     rotary: int
     """The elements of a head that are rotated."""
@@ -84,7 +84,7 @@ PARTIAL = (Sizes(5, 6, 3, 9, 12, 22), Sizes(3, 2, 4, 7, 20, 25))
 
 
 class Sample(NamedTuple):
-    """The arguments of a call."""
+    """The arguments of a call of a rotation."""
 
     q: Tensor
     k: Tensor
@@ -92,7 +92,7 @@ class Sample(NamedTuple):
     sin: Tensor
 
     def cast(self, dtypes: Dtypes, device: torch.device | None = None) -> Sample:
-        """In dtypes of heads and angles, in the same layout."""
+        """The arguments in other dtypes, of heads and of angles, in the same layout."""
         heads, angles = dtypes
         each = zip(self, (heads, heads, angles, angles), strict=True)
         return Sample(*(x.to(device, dtype) for x, dtype in each))

@@ -90,13 +90,13 @@ Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
 
 
 class Prover:
-    """Runs a function under watch. ``rotate`` passes constants to ``function``."""
+    """Runs a function and watches its effects. ``rotate`` passes constants to ``function``."""
 
     def __init__(self, rotate: Rotate, function: FunctionType) -> None:
         self.rotate, self.function = rotate, function
         self.watch = Watch()
         self.reason = ""
-        """Why a call has no formula."""
+        """The reason why a call has no formula."""
 
     def run(self, given: Sample) -> tuple[Tensor, ...] | None:
         """Two results, or None if the function refuses the arguments; raises for effects."""
@@ -139,7 +139,7 @@ class Prover:
         return found
 
     def form(self, ranks: Ranks) -> Form | None:
-        """The form of the function; ``first`` comes before ``halves``, which asks for less."""
+        """The first form that fits: a function of form ``first`` also passes as ``halves``."""
         return next((form for form in FORMS if self.is_rotation(form, ranks, WHOLE)), None)
 
     def is_rotation(self, form: Form, ranks: Ranks, sizes: tuple[Sizes, ...]) -> bool:
@@ -188,7 +188,7 @@ def compared(
     *,
     size: Sizes = USUAL,
 ) -> Comparison | None:
-    """The errors of both in these dtypes; None if the function has results of another dtype."""
+    """The errors of function and op in these dtypes; None if their result dtypes differ."""
     given = sample(form, ranks, size).cast(dtypes, device)
     with torch.no_grad():
         now = form.rotated(*given)

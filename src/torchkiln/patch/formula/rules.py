@@ -40,7 +40,7 @@ def binary(
 
 
 def power(recorder: Recorder, args: Any, _: Any, __: Any) -> Value:
-    """A power with a constant exponent, or of a constant base."""
+    """The rule of a power with a constant exponent, or of a constant base."""
     base, exponent = recorder.value(args[0]), recorder.value(args[1])
     if exponent.expression.constant is None:
         raise NoFormulaError("its exponent is no number")
@@ -49,7 +49,7 @@ def power(recorder: Recorder, args: Any, _: Any, __: Any) -> Value:
 
 
 def unary(recorder: Recorder, name: str, args: Any, options: dict[str, Any]) -> Value:
-    """An elementwise function."""
+    """The rule of an elementwise function of one tensor."""
     x = recorder.value(args[0])
     more = {k: v for k, v in options.items() if k == "approximate"}
     if len(args) > 1 or options.keys() - more.keys():
@@ -84,20 +84,20 @@ def reduced(
 
 
 def mean(recorder: Recorder, args: Any, options: dict[str, Any], result: Tensor) -> Value:
-    """``mean(x, dims, keepdim)``."""
+    """The rule of ``mean(x, dims, keepdim)``."""
     keepdim = options.get("keepdim", len(args) > 2 and args[2])
     x, axis, dims = reduced(recorder, args[0], args[1], keepdim, result)
     return Value(terms.mean(x.expression, axis), dims)
 
 
 def total(recorder: Recorder, args: Any, options: dict[str, Any], result: Tensor) -> Value:
-    """``sum(x, dims, keepdim)``."""
+    """The rule of ``sum(x, dims, keepdim)``."""
     value = mean(recorder, args, options, result)
     return replace(value, expression=value.expression.scaled(args[0].shape[-1]))
 
 
 def spread(recorder: Recorder, args: Any, options: dict[str, Any], result: Any) -> Any:
-    """``var``, ``std`` and ``var_mean`` with a correction."""
+    """The rule of ``var``, ``std`` and ``var_mean`` with a correction."""
     keepdim = options.get("keepdim", False)
     first = result[0] if isinstance(result, tuple) else result
     x, axis, dims = reduced(recorder, args[0], args[1], keepdim, first)
@@ -112,14 +112,14 @@ def spread(recorder: Recorder, args: Any, options: dict[str, Any], result: Any) 
 
 
 def deviation(recorder: Recorder, args: Any, options: dict[str, Any], result: Tensor) -> Value:
-    """The root of the variance."""
+    """The rule of ``std``: the root of the variance."""
     variance, _ = spread(recorder, args, options, result)
     found: Value = replace(variance, expression=terms.power(variance.expression, 0.5))
     return found
 
 
 def length(recorder: Recorder, args: Any, options: dict[str, Any], result: Tensor) -> Value:
-    """The Euclidean norm of rows."""
+    """The rule of ``linalg_vector_norm``: the Euclidean norm of rows."""
     given = [*args[1:], *(2, None, False)[len(args) - 1 :]]
     order, dims, keepdim = given[:3]
     if order != 2 or options.keys() - {"dtype"}:
@@ -130,7 +130,7 @@ def length(recorder: Recorder, args: Any, options: dict[str, Any], result: Tenso
 
 
 def normalized(recorder: Recorder, args: Sequence[Any], *, centered: bool) -> Value:
-    """The rows of a norm of torch: of a tensor, a shape, a weight, a bias and eps."""
+    """The result of a norm of torch. ``args``: x, shape, weight, bias and eps."""
     x, shape, weight, bias, eps = args
     value = recorder.value(x)
     if len(shape) != 1 or len(value.dims[-1]) != 1:
@@ -152,12 +152,12 @@ def normalized(recorder: Recorder, args: Sequence[Any], *, centered: bool) -> Va
 
 
 def layer_norm(recorder: Recorder, args: Any, _: Any, __: Any) -> Any:
-    """``native_layer_norm``; the statistics are for autograd."""
+    """The rule of ``native_layer_norm``; its statistics, which only autograd reads, have none."""
     return normalized(recorder, args, centered=True), None, None
 
 
 def rms_norm(recorder: Recorder, args: Any, _: Any, result: Any) -> Any:
-    """``_fused_rms_norm``."""
+    """The rule of ``_fused_rms_norm``."""
     x, shape, weight, eps = args
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     found = normalized(recorder, (x, shape, weight, None, eps), centered=False)
@@ -165,7 +165,7 @@ def rms_norm(recorder: Recorder, args: Any, _: Any, result: Any) -> Any:
 
 
 def multiply_add(recorder: Recorder, args: Any, options: dict[str, Any], _: Any) -> Value:
-    """``addcmul``."""
+    """The rule of ``addcmul``."""
     c, a, b = map(recorder.value, args[:3])
     dims = recorder.axes.broadcast(recorder.axes.broadcast(a.dims, b.dims), c.dims)
     product = (a.expression * b.expression).scaled(options.get("value", 1))
@@ -173,20 +173,20 @@ def multiply_add(recorder: Recorder, args: Any, options: dict[str, Any], _: Any)
 
 
 def threshold(recorder: Recorder, args: Any, options: dict[str, Any], _: Any) -> Value:
-    """``threshold(x, 0, 0)`` is ``relu(x)``."""
+    """The rule of ``threshold(x, 0, 0)``, which is ``relu(x)``."""
     if any(args[1:]):
         raise NoFormulaError("it has a threshold")
     return unary(recorder, "relu", args[:1], options)
 
 
 def viewed(recorder: Recorder, args: Any, _: Any, result: Tensor) -> Value:
-    """A tensor of another shape."""
+    """The rule of views: a tensor of another shape."""
     x = recorder.value(args[0])
     return replace(x, dims=recorder.axes.viewed(x.dims, result.shape))
 
 
 def permuted(recorder: Recorder, args: Any, _: Any, __: Tensor) -> Value:
-    """``permute``, ``transpose``, ``t``."""
+    """The rule of ``permute``, ``transpose`` and ``t``."""
     x = recorder.value(args[0])
     rank = len(x.dims)
     given = args[1] if len(args) == 2 else args[1:]
@@ -200,7 +200,7 @@ def permuted(recorder: Recorder, args: Any, _: Any, __: Tensor) -> Value:
 
 
 def unsqueezed(recorder: Recorder, args: Any, _: Any, result: Tensor) -> Value:
-    """A new dimension of size 1."""
+    """The rule of ``unsqueeze``: a new dimension of size 1."""
     x = recorder.value(args[0])
     dims = list(x.dims)
     dims.insert(args[1] % result.dim(), ())
@@ -208,7 +208,7 @@ def unsqueezed(recorder: Recorder, args: Any, _: Any, result: Tensor) -> Value:
 
 
 def expanded(recorder: Recorder, args: Any, _: Any, result: Tensor) -> Value:
-    """``expand``: dimensions of size 1 become larger."""
+    """The rule of ``expand``: dimensions of size 1 become larger."""
     x = recorder.value(args[0])
     dims = [
         recorder.axes.expanded(size) if size > 1 and not dim else dim
@@ -220,7 +220,7 @@ def expanded(recorder: Recorder, args: Any, _: Any, result: Tensor) -> Value:
 
 
 def split(recorder: Recorder, args: Any, _: Any, result: Any) -> list[Value]:
-    """Equal parts of the last dimension of an input."""
+    """The rule of ``split``: equal parts of the last dimension of an input."""
     x = recorder.value(args[0])
     sizes = {part.shape[-1] for part in result}
     dim = (args[2] if len(args) > 2 else 0) % len(x.dims)
@@ -231,7 +231,7 @@ def split(recorder: Recorder, args: Any, _: Any, result: Any) -> list[Value]:
 
 
 def sliced(recorder: Recorder, args: Any, options: dict[str, Any], result: Tensor) -> Value:
-    """A half of the last dimension of an input; or all of a dimension."""
+    """The rule of ``slice``: a half of the last dimension of an input, or all of a dimension."""
     x = recorder.value(args[0])
     given: list[Any] = [*args[1:], *(0, None, None, 1)[len(args) - 1 :]]
     dim, start, _, step = given

@@ -28,7 +28,7 @@ MOST_PRODUCTS = 64
 """Largest number of products of an expression; a longer one is no formula of an op."""
 
 LARGEST_POWER = 6
-"""Powers of sums up to this one are multiplied out."""
+"""Largest power of a sum that is multiplied out."""
 
 
 class NoFormulaError(Exception):
@@ -52,7 +52,7 @@ class Expression:
 
     @functools.cached_property
     def key(self) -> Key:
-        """The normal form."""
+        """The normal form, which equal expressions share."""
         pairs = ((p, float(f"{c:.{DIGITS - 1}e}")) for p, c in self.products.items())
         return tuple(sorted(pairs, key=lambda pair: order(pair[0])))
 
@@ -106,17 +106,17 @@ def is_rest(product: Product, value: float, *summands: Expression) -> bool:
 
 
 def number(value: float) -> Expression:
-    """A constant."""
+    """The expression of a constant."""
     return Expression({(): float(value)})
 
 
 def leaf(name: str, axes: tuple[str, ...]) -> Expression:
-    """An input, with the labels of its axes."""
+    """The expression of an input, with the labels of its axes."""
     return Expression({((("leaf", name, axes), 1.0),): 1.0})
 
 
 def single(atom: Atom, power: float = 1.0) -> Expression:
-    """One atom."""
+    """The expression of one atom with a power."""
     return Expression({((atom, power),): 1.0})
 
 
@@ -176,7 +176,7 @@ def is_positive(atom: Atom, exponent: float) -> bool:
 
 
 def inverse_sigmoid(base: Expression) -> Expression | None:
-    """The ``x`` of ``1 + exp(-x)``."""
+    """The ``x`` of ``1 + exp(-x)``; None for any other expression."""
     if len(base.products) != 2 or base.products.get(()) != 1.0:
         return None
     (((product, coefficient)),) = ((p, c) for p, c in base.products.items() if p)
@@ -195,7 +195,7 @@ def sigmoid(x: Expression) -> Expression:
 
 
 def tanh(x: Expression) -> Expression:
-    """``2 s(2 x) - 1``."""
+    """``tanh(x) = 2 s(2 x) - 1`` with the sigmoid s."""
     return sigmoid(x.scaled(2.0)).scaled(2.0) - number(1.0)
 
 
@@ -213,12 +213,12 @@ def relu(x: Expression) -> Expression:
 
 
 def exp(x: Expression) -> Expression:
-    """The exponential."""
+    """The exponential function of an expression."""
     return single(("exp", x.key))
 
 
 def gelu(x: Expression, approximate: str = "none") -> Expression:
-    """gelu, with erf or with tanh as a sigmoid."""
+    """The gelu with erf, or with tanh, which is written as a sigmoid."""
     if approximate == "tanh":
         inner = x + power(x, 3).scaled(0.044715)
         return x * sigmoid(inner.scaled(2 * math.sqrt(2 / math.pi)))

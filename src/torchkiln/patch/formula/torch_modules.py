@@ -23,7 +23,7 @@ from torchkiln.patch.table import stays
 
 @dataclass(frozen=True)
 class Entry:
-    """The op of a class of torch."""
+    """The op that replaces a class of torch."""
 
     kind: str
     op: str
@@ -31,7 +31,7 @@ class Entry:
 
 
 def parameters(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
-    """Weight and bias."""
+    """Weight and bias of a module."""
     return attribute(module, "weight"), attribute(module, "bias")
 
 
@@ -90,7 +90,7 @@ class TorchModule(Plan):
 
     @property
     def kind(self) -> str:  # type: ignore[override]
-        """The kind of the op."""
+        """The kind of replacement, as in the argument ``only``."""
         return ENTRIES[self.original].kind
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ class TorchModule(Plan):
     def fits(self, module: Any, *args: Any) -> bool:
         """Whether a norm has parameters of the dtype of x or float32, and a number as eps.
 
-        Under autocast on CUDA the results of some of torch's modules are float32.
+        False under autocast on CUDA for torch's modules that return float32 there.
         """
         if len(args) != 1 or not isinstance(args[0], Tensor):
             return True
@@ -115,16 +115,16 @@ class TorchModule(Plan):
         return type(module.eps) in (float, type(None))
 
     def stays(self, *args: Any) -> bool:
-        """Whether the op was not measured to be slower than compiled code."""
+        """Whether to use the op under ``torch.compile``: it was not measured to be slower."""
         is_by_class = self.original in (nn.GroupNorm, nn.CrossEntropyLoss)
         return stays(ENTRIES[self.original].op, *args, dim=1 if is_by_class else -1)
 
     def entry(self) -> Callable[..., Any]:
-        """The op with the attributes of the module."""
+        """The op as a function of the module and its arguments."""
         return ENTRIES[self.original].forward
 
     def forward(self, module: nn.Module, *args: Tensor) -> Any:
-        """The op with the attributes of the module."""
+        """The result of the op with the attributes of the module."""
         return self.entry()(module, *args)
 
 

@@ -19,16 +19,16 @@ from torchkiln.patch.formula.watch import Watch
 from torchkiln.patch.probe import numbers, shallow_copy
 
 SIZES = {True: (2, 3, 5), False: (130, 4, 3)}
-"""Sizes before the last one, in training and not. Both differ: a formula must not contain them."""
+"""Sizes before the last one, by training. The two differ, so that no formula contains them."""
 
 RANKS = (1, 2, 3, 4)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 WIDTHS = (64, 48)
-"""Widths of rows for a module without parameters, from which the width would follow."""
+"""Row widths to try for modules without parameters; parameters determine the width."""
 
 
 class Situation(NamedTuple):
-    """How a module is called."""
+    """A rank, width, dtype and mode in which a module is called."""
 
     rank: int
     width: int
@@ -37,13 +37,13 @@ class Situation(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of an input."""
+        """The shape of an input in this situation."""
         return (*SIZES[self.training][: self.rank - 1], self.width)
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A recorded call."""
+    """The outcome of recording a call: its expression, and the ops that ran."""
 
     situation: Situation
     result: Value | None = None
@@ -77,12 +77,12 @@ class Trace:
 
     @property
     def numbers(self) -> list[float]:
-        """The constants that calls add."""
+        """The constants that the calls add, sorted."""
         return sorted(frozenset().union(*(call.numbers for call in self.calls)))
 
     @property
     def reason(self) -> str:
-        """Why a call has no expression."""
+        """The reason why a call has no expression."""
         return next((call.reason for call in self.calls if call.reason), "")
 
     def proof(
@@ -162,7 +162,7 @@ Stub = Callable[[str, nn.Module], nn.Module | None]
 
 
 def situations(widths: Sequence[int]) -> Iterator[Situation]:
-    """All ways to call a module."""
+    """All situations in which a module is recorded."""
     for values in itertools.product(RANKS, widths, DTYPES, (True, False)):
         yield Situation(*values)
 
@@ -208,7 +208,7 @@ class Tracer:
         return Trace(self.reader.reads(), calls)
 
     def call(self, situation: Situation) -> Traced:
-        """One recorded call."""
+        """Record one call of the module."""
         recorder = Recorder([situation.dtype])
         stub = self.stub(recorder, situation)
         module, parameters = copied(self.module, self.reader, situation.dtype, stub)
@@ -227,7 +227,7 @@ class Tracer:
     def made(
         self, recorder: Recorder, name: str, dims: Sequence[Dim], x: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        """An input that needs a gradient."""
+        """A recorded input that requires a gradient."""
         x = x.to(dtype).requires_grad_()
         x = x.clone() if self.overwrites else x
         return recorder.add(x, name, dims, overwrites=self.overwrites)

@@ -77,11 +77,12 @@ class Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if sys.getprofile() != self.event:  # the forward changed it, or event() raised
+        # the forward has set another profile function, or event() raised
+        if sys.getprofile() != self.event:
             self.reason = self.reason or "its calls cannot be watched"
         if self.before is None or callable(self.before):
             sys.setprofile(self.before)
-        else:  # cProfile's, up to Python 3.11
+        else:  # a profiler such as cProfile, up to Python 3.11
             self.before.enable()
         if self.collects:
             gc.enable()
@@ -111,7 +112,7 @@ class Watch:
                 self.refuse(f"it calls {name_of(arg)}")
 
     def see(self, code: CodeType, scope: dict[str, Any]) -> None:
-        """Keep a function, and the contents of the containers among its globals."""
+        """Record a function, and the contents of the containers among its globals."""
         if code not in self.codes:
             self.codes[code] = scope
             values = [scope.get(name) for name in code.co_names]
@@ -132,12 +133,12 @@ class Watch:
         if not is_users(frame.f_code.co_filename) or self.inside is frame:
             return False
         code, at = code_bytes(frame.f_code), frame.f_lasti
-        while at > 0 and dis.opname[code[at]] == "CACHE":  # these follow the instruction
+        while at > 0 and dis.opname[code[at]] == "CACHE":  # CACHE entries follow the instruction
             at -= 2
         return "CALL" in dis.opname[code[at]]
 
     def refuse(self, reason: str) -> None:
-        """Keep a reason, and end the call before the effect."""
+        """Record a reason, and end the call before the effect."""
         if reason:
             self.reason = self.reason or reason
             raise NoFormulaError(reason)
@@ -192,7 +193,7 @@ def is_known(file: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def code_bytes(code: CodeType) -> bytes:
-    """The instructions."""
+    """The instructions; cached, because each read of ``co_code`` copies them."""
     return code.co_code
 
 

@@ -68,7 +68,7 @@ class FusedForward(Plan):
     source: str
     names: tuple[Name, ...]
     count: int
-    """Arguments of the forward."""
+    """The number of arguments of the forward."""
     reads: Reads = Reads()  # noqa: RUF009  immutable
     """The attributes that the forward read, and the modules whose formula a call contains."""
     children: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ class FusedForward(Plan):
 
     @classmethod
     def loaded(cls, settings: dict[str, Any]) -> Plan:
-        """The plan with these settings."""
+        """The plan with these settings from a pickle."""
         names = tuple(
             (name, module or FUNCTIONS[path].__module__, path)
             for name, module, path in settings["names"]
@@ -113,7 +113,7 @@ class FusedForward(Plan):
         return all(path != plain_norm.__name__ for _, _, path in self.names)
 
     def forward(self, module: Any, *args: Any, **_: Any) -> Any:
-        """The generated function."""
+        """The result of the generated function."""
         return self.function(module, *args)
 
 
@@ -141,7 +141,7 @@ class TracedForward(NamedTuple):
 
     graph: fx.Graph
     arguments: int
-    """The number of arguments."""
+    """The number of arguments of the forward."""
     reads: Reads
 
 

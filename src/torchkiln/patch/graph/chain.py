@@ -124,7 +124,7 @@ def function_of(op: str, target: Any, options: tuple[tuple[str, Any], ...]) -> s
         """A module that calls the function."""
 
         def forward(self, x: Tensor) -> Any:
-            """The result."""
+            """The result of the called function."""
             return target(x, **dict(options))
 
     found = computed(Called(), overwrites=True)
@@ -258,7 +258,7 @@ def chain_behind(root: nn.Module, start: Chain) -> Chain | str:
 
 
 def module_of(graph: fx.Graph, path: str) -> fx.Node:
-    """The submodule at a path; a child comes from the dict: its look-up takes 1 us otherwise."""
+    """The submodule at a path. Reading a child from the dict ``_modules`` saves 1 us of look-up."""
     if "." in path:
         return graph.get_attr(path)
     return graph.call_function(operator.getitem, (graph.get_attr("_modules"), path))

@@ -53,5 +53,5 @@ def windows_of(pool: nn.Module) -> Windows | None:
 
 
 def pair_of(size: int | tuple[int, ...]) -> Pair:
-    """A size for each dimension."""
+    """The sizes in two dimensions."""
     return (size, size) if isinstance(size, int) else (size[0], size[-1])

@@ -58,7 +58,7 @@ class Source:
     eps: float
 
     def result(self) -> Tensor:
-        """Computes the same bits as forward."""
+        """The result, computed again with the same bits as in forward."""
         ops = torch.ops.torchkiln
         x, moments = self.x.result(), self.moments.result()
         weight, bias = (s and s.result() for s in (self.weight, self.bias))
@@ -105,7 +105,7 @@ def has_other_hooks() -> bool:
 
 
 def tensor_of(x: Input) -> Tensor:
-    """The tensor of an input of either kind."""
+    """The tensor of an input, :class:`Recomputed` or not."""
     return x.y if isinstance(x, Recomputed) else x
 
 

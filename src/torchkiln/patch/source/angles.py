@@ -2,7 +2,7 @@
 
 A rotation by both halves of a head reads all columns of cos; the op reads the first half. Whether
 both halves are equal is no property of the rotation. So the forward that makes cos and sin is
-rewritten to note its results, if its source shows that the halves are equal.
+rewritten to record its results, if its source shows that the halves are equal.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ METHODS = frozenset(("cos", "sin", "to", "float", "double", "half", "bfloat16", 
 """Methods that compute each element from one element."""
 
 KNOWN: dict[int, tuple[weakref.ref[Tensor], str]] = {}
-"""The noted tensors by id. A copy, a view or a tensor that was changed is not one of these."""
+"""The recorded cos and sin by id. Copies, views and changed tensors are not recorded."""
 
 
 def noted(results: tuple[Any, Any], factors: str, *scales: Any) -> tuple[Any, Any]:
-    """Note that cos and sin have each factor twice, if they were only scaled by numbers."""
+    """Record that cos and sin have each factor twice, if they were only scaled by numbers."""
     if not is_compiling() and all(type(scale) in (int, float) for scale in scales):
         for x in results:
             if type(x) is Tensor and not x.is_inference() and x._version == 0:
@@ -42,15 +42,15 @@ def noted(results: tuple[Any, Any], factors: str, *scales: Any) -> tuple[Any, An
 
 
 def forget(key: int, _: weakref.ref[Tensor]) -> None:
-    """Remove a tensor that is gone."""
+    """Remove the record of a tensor that was freed."""
     KNOWN.pop(key, None)
 
 
 def factors_of(x: Tensor) -> str:
     """The columns of cos or sin that are equal: ``halves``, ``neighbours``, or "" if unknown.
 
-    Known for a noted tensor that was not changed since. A tensor that requires a gradient counts as
-    unknown: the op reads only one of two equal columns, so the other would get no gradient.
+    Known for a recorded tensor that was not changed since. A tensor that requires a gradient counts
+    as unknown: the op reads only one of two equal columns, so the other would get no gradient.
     """
     known, factors = KNOWN.get(id(x), (None, ""))
     if known is None or known() is not x or x.is_inference() or x.requires_grad:
@@ -93,7 +93,7 @@ class Reader:
         self.returned: list[tuple[ast.Return, str]] = []
 
     def block(self, statements: list[ast.stmt]) -> bool:
-        """Read statements; whether none of them could change the variables in place."""
+        """Read statements; returns whether none could change the variables in place."""
         return all(map(self.statement, statements))
 
     def statement(self, node: ast.stmt) -> bool:

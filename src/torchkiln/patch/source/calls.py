@@ -63,7 +63,7 @@ class Names(NamedTuple):
     acts: Collection[str]
     wide: Collection[str]
     quiet: Collection[str] = ()
-    """Norms without an effect."""
+    """Norms whose calls have no effect."""
     properties: Collection[str] = ()
     """Attributes that are computed when they are read, which may have an effect."""
     losses: bool = False
@@ -96,7 +96,7 @@ class Names(NamedTuple):
 
 def rewrite(node: ast.FunctionDef, function: FunctionType, names: Names) -> Calls:
     """Rewrite the definition of a function."""
-    if names.head:  # first: it reads the source as it was
+    if names.head:  # first, because it reads the original source
         rewrite_head(node, function, Head(*names.head))
     count = rewrite_losses(node, function) if names.losses else 0
     ropes = len(rewrite_ropes(node, function)) if names.ropes else 0

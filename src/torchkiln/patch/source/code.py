@@ -39,8 +39,8 @@ def remade(
 ) -> Callable[..., Any]:
     """The forward of a class after ``rewrite`` has changed its definition, with its decorators.
 
-    Without its source, as where a pickle was loaded with another version of the class, the forward
-    stays, with a warning.
+    Without its source, for example in a pickle from another version of the class, the forward is
+    returned unchanged, with a warning.
     """
     function = forward_of(owner)
     node = function if isinstance(function, str) else definition(function)
@@ -58,7 +58,7 @@ def remade(
 
 
 def is_closure_over(wrapper: Any, wrapped: object) -> bool:
-    """Whether a wrapper is a function that holds the wrapped one in a single closure variable."""
+    """Whether exactly one closure variable of a function holds the function that it wraps."""
     if not isinstance(wrapper, FunctionType) or any("dynamo" in name for name in vars(wrapper)):
         return False
     held = [contents(cell) for cell in wrapper.__closure__ or ()]
@@ -119,7 +119,7 @@ def with_class_wrapper(cls: type, function: Callable[..., Any]) -> Callable[...,
 
 
 def blocks(node: ast.AST, but: tuple[type[ast.stmt], ...] = ()) -> Iterator[list[ast.stmt]]:
-    """All lists of statements of a function, outside of definitions and of statements ``but``."""
+    """The lists of statements of a function, outside of definitions and of the classes ``but``."""
     for name in ("body", "orelse", "finalbody"):
         block = getattr(node, name, None)
         if isinstance(block, list):

@@ -91,7 +91,7 @@ class Reader:
             self.end()
 
     def store(self, target: ast.expr, kind: str) -> None:
-        """A target of an assignment."""
+        """Reads a target of an assignment."""
         if isinstance(target, ast.Starred):
             self.store(target.value, "tuple")
         elif isinstance(target, (ast.Tuple, ast.List)) and kind:
@@ -131,7 +131,7 @@ class Reader:
         return ""
 
     def attribute(self, node: ast.Attribute, *, certain: bool) -> str:
-        """The kind of an attribute."""
+        """Reads an attribute; returns its kind."""
         kind = self.value(node.value, certain=certain)
         if isinstance(node.value, ast.Name) and node.attr in self.properties:
             self.end()
@@ -140,7 +140,7 @@ class Reader:
         return "tuple" if node.attr == "shape" else "tensor" if node.attr in {"T", "mT"} else ""
 
     def call(self, node: ast.Call, *, certain: bool) -> str:
-        """The kind of the result of a call."""
+        """Reads a call; returns the kind of its result."""
         layer, norm = call_of(node, self.layers), call_of(node, self.norms)
         if layer is not None and isinstance(layer[1], ast.Name) and certain:
             return self.layer(*layer, node)
@@ -160,7 +160,7 @@ class Reader:
         return ""
 
     def layer(self, name: str, variable: ast.expr, call: ast.Call) -> str:
-        """The kind of the result of a layer, whose call joins the group."""
+        """Adds a layer's call to the group; returns the kind of its result."""
         assert isinstance(variable, ast.Name)
         if self.group is not None and self.group.variable != variable.id:
             begins = self.may_begin and not self.has_called

@@ -1,7 +1,7 @@
 """Norms before the modules that read their results, in the forward of a module.
 
-The forward tells the norm which module reads its result. Nothing else may read it: the result is
-the argument of one call, and its variable is set again before another use.
+The forward passes the name of the reading module to the norm. No other code may read the result: it
+is the argument of one call, and its variable is set again before another use.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ READS_ALL = frozenset(("locals", "vars", "eval", "exec", "dir", "globals"))
 
 
 class Fed(NamedTuple):
-    """A parameter of a forward that only layers read, and its shape."""
+    """A parameter of a forward that only layers read, apart from its shape."""
 
     parameter: str
     is_first: bool
@@ -99,7 +99,7 @@ def maker_of(
 
 
 def tell(call: ast.Call, at: ast.stmt, to: str, place: int | str | None) -> None:
-    """Add the reader to a helper's call of a sum, or make the call of a norm one of a helper."""
+    """Add the reader to a call of the helper for sums, or call the helper for norms instead."""
     given: dict[str, ast.expr] = {"to": ast.Constant(to), "at": ast.Constant(place)}
     if not (isinstance(call.func, ast.Name) and call.func.id == ADD_NORM):
         given = {
@@ -114,7 +114,7 @@ def tell(call: ast.Call, at: ast.stmt, to: str, place: int | str | None) -> None
 
 
 def passes(statement: ast.stmt, variable: str) -> bool:
-    """Whether a statement copies or deletes other variables."""
+    """Whether a statement only copies or deletes variables, and not this one."""
     if isinstance(statement, ast.Delete):
         names = [part.id for part in statement.targets if isinstance(part, ast.Name)]
         return len(names) == len(statement.targets) and variable not in names
@@ -129,7 +129,7 @@ def mentioned(node: ast.AST) -> list[str]:
 def reading(
     statement: ast.stmt, variable: str, readers: Collection[str]
 ) -> tuple[str, int | str | None] | None:
-    """The reader that a statement calls with a variable, and the place of the variable."""
+    """The reader that a statement calls with a variable, and the variable's position or name."""
     if not isinstance(statement, (ast.Assign, ast.Return, ast.AnnAssign)):
         return None
     value = statement.value
@@ -145,7 +145,7 @@ def reading(
 
 
 def loads_of(statement: ast.stmt, variable: str) -> list[ast.AST]:
-    """The uses of a variable in a statement, but for those that only set it."""
+    """The uses of a variable in a statement, except those that only set it."""
     changed = [part.target for part in ast.walk(statement) if isinstance(part, ast.AugAssign)]
     return [
         part
@@ -163,7 +163,7 @@ def is_name(part: ast.AST, variable: str) -> bool:
 def place_of(
     call: ast.Call, readers: Collection[str], is_given: Callable[[ast.AST], bool]
 ) -> tuple[str, int | str | None, ast.expr] | None:
-    """The reader that is called, the place of an argument of it, and the argument."""
+    """The called reader, and place and value of its argument for which ``is_given`` is true."""
     path = ast.unparse(call.func)
     name = path.removeprefix("self.")
     if name == path or name not in readers:
@@ -230,7 +230,7 @@ class Inline(OwnScope, ast.NodeTransformer):
 
 
 def fed_parameter(node: ast.FunctionDef) -> Fed | None:
-    """The first parameter that a forward passes to submodules, if it reads its shape only.
+    """The first parameter that a forward passes to submodules, if it only reads its shape itself.
 
     The submodules may be methods.
     """
@@ -248,7 +248,7 @@ def fed_parameter(node: ast.FunctionDef) -> Fed | None:
 
 
 def read_by(use: ast.AST, parents: dict[ast.AST, ast.AST]) -> tuple[str, ...] | None:
-    """The submodules that read a variable; none for its shape, None for other uses."""
+    """The submodules that read a variable; () for a use of its shape, None for other uses."""
     parent = parents[use]
     if isinstance(parent, ast.Attribute):
         return () if parent.attr == "shape" and isinstance(parent.ctx, ast.Load) else None

@@ -13,20 +13,20 @@ from torch.nn import functional as F
 
 
 class Kept(NamedTuple):
-    """A tensor that is read later, and its number of changes."""
+    """A tensor that is read later, with the number of its changes in place so far."""
 
     tensor: Tensor
     version: int
 
 
 def kept(x: Tensor) -> Kept:
-    """A tensor as it is."""
+    """A tensor with its current number of changes."""
     return Kept(x, version(x))
 
 
 def check(parts: Iterable[Kept]) -> None:
     """Raises an error if a tensor has changed."""
-    if is_compiling():  # the graph has the whole forward
+    if is_compiling():  # the graph contains all changes of the forward
         return
     for x, was in parts:
         if version(x) != was or (x.numel() and not x.untyped_storage().nbytes()):
@@ -55,7 +55,7 @@ class Call:
         return self.x.dtype if cast is None or self.x.dtype == torch.float64 else cast
 
     def product(self) -> Tensor:
-        """The result, in the modes of the call: another place in the forward may read it."""
+        """The result, computed in the modes of the call, because it may be read in other modes."""
         if self.made is None:
             check(self.parts)
             with within(self.x.device.type, self.modes):
@@ -75,7 +75,7 @@ def modes_of(kind: str) -> Modes:
 
 
 def within(kind: str, modes: Modes) -> AbstractContextManager[None]:
-    """A context with these modes."""
+    """A context with these modes, which does nothing if they are on already."""
     return nullcontext() if modes == modes_of(kind) else switched(kind, *modes)
 
 
@@ -83,7 +83,7 @@ def within(kind: str, modes: Modes) -> AbstractContextManager[None]:
 def switched(
     kind: str, has_grad: bool, is_inference: bool, cast: torch.dtype | None
 ) -> Iterator[None]:
-    """A context with other modes."""
+    """A context that switches to these modes."""
     with (
         torch.inference_mode(is_inference),
         torch.set_grad_enabled(has_grad),

@@ -23,7 +23,7 @@ LOSS_FUNCTION = "_kiln_loss_function"
 
 METHODS = frozenset(("view", "reshape", "contiguous", "float", "to", "size", "dim"))
 READS = frozenset(("shape", "device", "dtype"))
-"""Methods and attributes that logits have before they are computed."""
+"""Attributes of logits that are known before the logits are computed."""
 
 OPERATORS = (ast.Div, ast.Mult, ast.Add)
 
@@ -32,7 +32,7 @@ class Head(NamedTuple):
     """The calls of a head in a forward."""
 
     name: str
-    """The submodule."""
+    """The name of the submodule."""
     mode: str
     """``inner`` if the logits are returned; ``outer`` if the forward makes a loss of them."""
 
@@ -42,7 +42,7 @@ class Heads(NamedTuple):
 
     found: dict[nn.Module, Head]
     reasons: dict[str, str]
-    """Why modules that make a loss of logits stay, by name."""
+    """The reasons not to rewrite modules that make a loss of logits, by name."""
 
 
 def find(
@@ -52,7 +52,7 @@ def find(
     *,
     loss_only: bool,
 ) -> Heads:
-    """The modules of a model to rewrite, of the ``free`` ones: a loss and its head.
+    """The modules among ``free`` to rewrite, for each loss and its head.
 
     A head is a linear layer with an output for each token of an embedding.
     """
@@ -87,7 +87,7 @@ def find(
 
 
 def of_class(cls: type[nn.Module], names: Collection[str]) -> Head | str | None:
-    """The head in the forward of a class; the reason why its loss stays; None without a loss."""
+    """The head in the forward of a class; the reason to keep its loss; None without a loss."""
     function = forward_of(cls)
     node = function if isinstance(function, str) else definition(function)
     if isinstance(function, str) or isinstance(node, str):
@@ -140,7 +140,7 @@ class Flow:
         self.calls = [p for p in parts if isinstance(p, ast.Call) and path_of(p.func) in names]
         ends = [(p.end_lineno or 0, p.end_col_offset or 0) for p in self.calls]
         self.begin = min(ends, default=(0, 0))
-        """The end of the first call: a variable may have another value before."""
+        """The end of the first call of the head. A variable may have another value before it."""
         self.variables: set[str] = set()
         count = -1
         while count != len(self.variables):
@@ -213,7 +213,7 @@ class Flow:
         return self.value(function) is F.cross_entropy or self.makes_loss(function)
 
     def makes_loss(self, node: ast.expr) -> bool:
-        """Whether an expression makes torch's module."""
+        """Whether an expression constructs torch's ``CrossEntropyLoss``."""
         return isinstance(node, ast.Call) and self.value(node.func) is nn.CrossEntropyLoss
 
     def why_not(self, node: ast.expr) -> str:
@@ -246,7 +246,7 @@ class Flow:
         return "" if known else f"its forward has another use of logits: {ast.unparse(parent)}"
 
     def labels(self) -> ast.expr:
-        """The argument that is None in calls without a loss; True if there is none."""
+        """The argument that is None in calls without a loss; ``True`` if no argument is."""
         names = {x.arg for x in (*self.node.args.args, *self.node.args.kwonlyargs)}
         for loss in self.losses:
             part: Any = loss

@@ -190,7 +190,7 @@ def captured(node: ast.FunctionDef) -> set[str]:
 
 
 class OwnScope(ast.NodeTransformer):
-    """Leaves definitions in a function alone."""
+    """A transformer that does not visit definitions inside of a function."""
 
     def visit(self, node: ast.AST) -> Any:
         """Visits a node that is no definition."""

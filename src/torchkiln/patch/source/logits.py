@@ -1,4 +1,4 @@
-"""Logits of a head that are computed when something reads them: a loss of tokens does not."""
+"""Logits of a head that are computed only if they are read. A loss of tokens does not read them."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class Logits:
     ) -> None:
         self.call = call
         self.rows = rows
-        """The inputs of the head in the shape of the logits, but for the last size."""
+        """The inputs of the head, in the shape of the logits except for the last size."""
         self.steps = steps
-        """Names of methods, with arguments."""
+        """The methods that are called after the product: names, with arguments."""
         self.dtype = dtype
         self.added = added
         """The biases among the steps."""
@@ -81,7 +81,7 @@ class Logits:
         return made
 
     def read(self) -> Tensor:
-        """The tensor, after the forward: with gradients and autocast as they were in it."""
+        """The tensor, read after the forward, but with its modes for gradients and autocast."""
         with within(self.device.type, self.call.modes):
             return self.tensor()
 
@@ -92,7 +92,7 @@ class Logits:
         dtype: torch.dtype | None = None,
         added: tuple[Kept, ...] = (),
     ) -> Logits:
-        """The result of a method."""
+        """The logits after one more method, with the rows, dtype and biases that it changes."""
         rows = self.rows if rows is None else rows
         steps, added = (*self.steps, step), (*self.added, *added)
         return Logits(self.call, rows, steps, dtype or self.dtype, added)
@@ -111,7 +111,7 @@ class Logits:
         return self.tensor().to(*args, **options)
 
     def contiguous(self) -> Logits:
-        """Recorded like every other step: the result has the same values."""
+        """The logits in contiguous memory; the call is recorded for later."""
         return self.after("contiguous")
 
     def view(self, *shape: Any) -> Any:
@@ -120,7 +120,7 @@ class Logits:
         return self.tensor().view(*shape) if is_dtype else self.reshape(*shape)
 
     def reshape(self, *shape: Any) -> Any:
-        """In another shape."""
+        """The logits in another shape."""
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         classes, features = self.call.weight.shape
         if sizes[-1] != classes or len(sizes) < 2:
@@ -138,7 +138,7 @@ class Logits:
         return self.after("__getitem__", index, rows=self.rows[index])
 
     def tanh(self) -> Logits:
-        """The tangent."""
+        """The hyperbolic tangent of the logits."""
         return self.after("tanh")
 
     def __truediv__(self, other: Any) -> Any:
@@ -197,7 +197,7 @@ class Logits:
             )
 
     def form(self) -> tuple[Tensor | None, builtins.float | None, builtins.float] | None:
-        """Bias, softcap and temperature of the same logits; None if there are none."""
+        """Bias, softcap and temperature with which the op computes the same logits, or None."""
         bias, softcap = self.call.bias, None
         divisor = factor = 1.0
         for name, *args in self.steps:
@@ -235,7 +235,7 @@ def is_positive(divisor: float, factor: float) -> bool:
 
 
 def known(x: Any) -> Any:
-    """The tensor of logits; other values stay."""
+    """The tensor of logits; other values are returned unchanged."""
     return x.tensor() if isinstance(x, Logits) else x
 
 
@@ -294,7 +294,7 @@ def is_recorded() -> bool:
 
 
 MODULES = ("transformers.loss.loss_utils", "torchkiln.patch.formula.loss_function")
-"""The modules whose losses call nothing of logits but what :class:`Logits` has."""
+"""The modules whose losses use only those methods of logits that :class:`Logits` has."""
 
 
 def is_known(function: Any) -> bool:
@@ -303,7 +303,7 @@ def is_known(function: Any) -> bool:
 
 
 def takes_logits(function: Any) -> Any:
-    """A ``loss_function`` that is called with :class:`Logits`; the user's gets tensors."""
+    """A ``loss_function`` that takes :class:`Logits`; a user's function gets tensors from it."""
     if is_known(function):
         return function
 

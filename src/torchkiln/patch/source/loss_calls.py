@@ -80,7 +80,7 @@ LOSS = "_kiln_loss"
 
 
 def loss_of(called: Any) -> Any:
-    """Our loss for torch's; any other value stays: the name may have a new value."""
+    """Our loss for torch's; any other value unchanged, as the name may be bound to another."""
     if called is F.cross_entropy:
         return called_loss
     return made_loss if called is nn.CrossEntropyLoss else called

@@ -14,7 +14,7 @@ OUTPUT = "_kiln_output"
 """The helper in rewritten source: a returned value, in which tensors are not computed yet."""
 
 LAZY: dict[type, type] = {}
-"""For classes of outputs, the subclass with values that are computed when they are read."""
+"""Classes of outputs, each with the subclass whose values are computed when they are read."""
 
 
 def output_of(value: Any, *, drops: bool) -> Any:
@@ -35,14 +35,14 @@ def output_of(value: Any, *, drops: bool) -> Any:
 
 
 def settled(value: Any, *, drops: bool) -> Any:
-    """Logits as a tensor, or None; other values stay."""
+    """Logits as a tensor, or None if they are dropped; other values are returned unchanged."""
     if not isinstance(value, Logits):
         return value
     return None if drops and value.call.has_loss else value.tensor()
 
 
 class Waiting(OrderedDict[str, Any]):
-    """The accesses of an output that need its logits. After the first, it has its own class."""
+    """An output with logits to compute. After all are computed, it has its original class again."""
 
     _kiln_class: ClassVar[Any]
 
@@ -61,7 +61,7 @@ class Waiting(OrderedDict[str, Any]):
         return output
 
     def _read_all(self) -> Any:
-        """The output, with all tensors."""
+        """The output, with all logits computed."""
         return self._read(list(self))
 
     def __getitem__(self, key: Any) -> Any:
@@ -76,23 +76,23 @@ class Waiting(OrderedDict[str, Any]):
         return values[key]
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """A value."""
+        """The value of a key, with computed logits."""
         return self[key] if key in tuple(self) else default
 
     def items(self) -> Any:
-        """Names and tensors."""
+        """Names and values, with computed logits."""
         return OrderedDict.items(self._read_all())
 
     def values(self) -> Any:
-        """Tensors."""
+        """The values, with computed logits."""
         return OrderedDict.values(self._read_all())
 
     def copy(self) -> Any:
-        """A copy."""
+        """A copy, with computed logits."""
         return self._read_all().copy()
 
     def to_tuple(self) -> Any:
-        """All tensors."""
+        """All values, with computed logits."""
         return tuple(OrderedDict.values(self._read_all()))
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torchkiln.patch.source.loss_calls import assigned
 
 POSITIONS = "position_ids"
-"""The argument."""
+"""The argument with the positions."""
 
 GIVEN = "_kiln_positions"
 """The variable of a rewritten forward with the argument, or None if it was None."""
@@ -30,7 +30,7 @@ MAKERS = (
 
 
 def rewrite_positions(node: ast.FunctionDef, scope: Mapping[str, Any]) -> bool:
-    """Rewrites a forward whose masks get the positions that it counts; whether it is one.
+    """Rewrites a forward whose masks get the positions that it counts; returns whether it did.
 
     ``scope`` has the globals of the forward.
     """
@@ -40,7 +40,8 @@ def rewrite_positions(node: ast.FunctionDef, scope: Mapping[str, Any]) -> bool:
         return False
     (block,) = blocks
     inside = [name for name in names(block, POSITIONS) if not isinstance(name.ctx, ast.Load)]
-    has_others = [*assigned(node)].count(POSITIONS) != len(inside) + 1  # 1: the argument
+    # one assignment is the argument
+    has_others = [*assigned(node)].count(POSITIONS) != len(inside) + 1
     if has_others or any(use.lineno <= (block.end_lineno or 0) for use in uses):
         return False
     block.body.append(assignment(block, ast.Constant(None)))
@@ -51,13 +52,13 @@ def rewrite_positions(node: ast.FunctionDef, scope: Mapping[str, Any]) -> bool:
 
 
 def assignment(like: ast.stmt, value: ast.expr) -> ast.Assign:
-    """The assignment of a value to the new variable."""
+    """The assignment of a value to the variable :data:`GIVEN`."""
     made = ast.Assign([ast.Name(GIVEN, ast.Store())], value)
     return ast.fix_missing_locations(ast.copy_location(made, like))
 
 
 def names(node: ast.AST, name: str) -> Iterator[ast.Name]:
-    """The places of a variable."""
+    """The nodes that name a variable."""
     return (part for part in ast.walk(node) if isinstance(part, ast.Name) and part.id == name)
 
 
@@ -79,7 +80,7 @@ def counts(node: ast.If, function: ast.FunctionDef, scope: Mapping[str, Any]) ->
 
 
 def values_of(name: str, function: ast.FunctionDef) -> list[ast.expr | None]:
-    """The values that a function gives a variable; None for those of no plain assignment."""
+    """The values that a function assigns to a variable; None where it is set in another way."""
     values: list[ast.expr | None] = [
         part.value
         for part in ast.walk(function)
@@ -115,7 +116,7 @@ def is_length_of_cache(node: ast.expr | None) -> bool:
 
 
 def makes_masks(node: ast.expr, function: ast.FunctionDef, scope: Mapping[str, Any]) -> bool:
-    """Whether an expression is a function that makes masks, or a choice between such ones."""
+    """Whether an expression is a function that makes masks, or a choice between such functions."""
     if isinstance(node, ast.IfExp):
         return all(makes_masks(part, function, scope) for part in (node.body, node.orelse))
     if not isinstance(node, ast.Name):
@@ -131,7 +132,7 @@ def makes_masks(node: ast.expr, function: ast.FunctionDef, scope: Mapping[str, A
 
 
 def arguments(node: ast.FunctionDef, scope: Mapping[str, Any]) -> Iterator[ast.Name]:
-    """The places where a function that makes masks gets the positions."""
+    """The positions in the arguments of functions that make masks."""
     for part in ast.walk(node):
         if isinstance(part, ast.Call) and makes_masks(part.func, node, scope):
             for word in part.keywords:
@@ -140,7 +141,7 @@ def arguments(node: ast.FunctionDef, scope: Mapping[str, Any]) -> Iterator[ast.N
 
 
 def entries(node: ast.FunctionDef, scope: Mapping[str, Any]) -> Iterator[ast.Name]:
-    """The places in dicts of arguments that only such functions get."""
+    """The positions in dicts that only functions that make masks get as arguments."""
     for part in ast.walk(node):
         if not isinstance(part, ast.Assign) or not isinstance(part.value, ast.Dict):
             continue
@@ -155,7 +156,7 @@ def entries(node: ast.FunctionDef, scope: Mapping[str, Any]) -> Iterator[ast.Nam
 def is_for_masks(
     name: str, node: ast.FunctionDef, scope: Mapping[str, Any], *, may_copy: bool = True
 ) -> bool:
-    """Whether all reads of a dict, and of its copies, are arguments of such functions."""
+    """Whether all reads of a dict and its copies are arguments of functions that make masks."""
     allowed: set[ast.AST] = set()
     for part in ast.walk(node):
         if isinstance(part, ast.Call) and makes_masks(part.func, node, scope):

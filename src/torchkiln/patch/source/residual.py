@@ -2,7 +2,7 @@
 
 ``x = residual + y``, and the next use of ``x`` by a norm of the module, become one call. If an
 ``if`` lies between the two, sum and norm are moved into both branches. All other statements of the
-forward stay.
+forward are unchanged.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def op_of(plan: Plan) -> str | None:
 
 
 def is_kept(plan: Plan, a: Tensor) -> bool:
-    """Whether the op stays in this call, also while ``torch.compile`` records it."""
+    """Whether to use the op in this call: always, or by measured times under ``torch.compile``."""
     return not is_compiling() or stays(op_of(plan) or "", a)
 
 
@@ -150,7 +150,7 @@ def rewrite_pair(
             ]
             first.value = ast.copy_location(value, first)
             second.value = ast.Name(NORMED, ast.Load())
-            if not isinstance(second, ast.Return):  # no result is kept longer than before
+            if not isinstance(second, ast.Return):  # the norm's result is freed as early as before
                 block.insert(at + 1, ast.Delete([ast.Name(NORMED, ast.Del())]))
                 ast.copy_location(block[at + 1], second)
             for statement in block[index : at + 2]:

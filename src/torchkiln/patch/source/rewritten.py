@@ -60,7 +60,7 @@ class Rewritten(Plan):
     ropes: int = 0
     """The number of rewritten calls of rotations."""
     angles: str = ""
-    """What is known of cos and sin that the forward returns."""
+    """The columns of the returned cos and sin that are equal; "" if unknown."""
     head: tuple[str, ...] = ()
     """The name of a head and its mode, if a loss is made of its logits."""
     fed: tuple[tuple[str, str], ...] = ()
@@ -79,9 +79,9 @@ class Rewritten(Plan):
 
     @property
     def is_timed(self) -> bool:  # type: ignore[override]
-        """Not with rotations: cos and sin of another call are not known to be from the model.
+        """False with rotations: cos and sin of a repeated call are not known to be from the model.
 
-        Nor with a head: it saves memory.
+        Also false with a head, which saves memory rather than time.
         """
         return not (self.ropes or self.angles or self.head)
 
@@ -109,7 +109,7 @@ class Rewritten(Plan):
             return False
         try:
             layers = [module.get_submodule(name) for name in reads.layers]
-        except AttributeError:  # it is a method
+        except AttributeError:  # the name is a method's
             return False
         return can_share(layers, x)
 
@@ -156,7 +156,7 @@ class Rewritten(Plan):
 
 
 class Rewrites:
-    """Finds the modules whose forward is rewritten, given the other replacements."""
+    """Finds the modules whose forward is rewritten, given all other replacements."""
 
     def __init__(
         self,
@@ -274,7 +274,7 @@ class Rewrites:
         return [n for n, m in children.items() if not self.quantized.isdisjoint(m.modules())]
 
     def acts(self, children: dict[str, nn.Module]) -> dict[str, str]:
-        """The activations."""
+        """The activations that modules compute, by name of the module."""
         given = {n: act_to_be(m, self.matches.get(m, (None, None))[1]) for n, m in children.items()}
         return {name: act for name, act in given.items() if act is not None}
 

@@ -42,15 +42,15 @@ class RopeCall(NamedTuple):
     factors: frozenset[str] = frozenset()
     """Properties of cos and sin, one of which must be known; empty if none is needed."""
     reason: str = ""
-    """Why the call stays."""
+    """The reason not to replace the call."""
     compare: Callable[[Dtypes, torch.device], Comparison | None] | None = None
-    """Returns the errors of function and op; None for the result of another dtype."""
+    """Returns the errors of function and op; None if their results differ in dtype."""
 
 
 def rope_of(called: Any) -> Any:
-    """The op for a proven function; any other value stays: the name may have a new value.
+    """The op for a proven function; any other value unchanged, as the name may be bound again.
 
-    Under ``torch.compile`` the function stays, too: Dynamo's values have no identity by which
+    Under ``torch.compile`` the function is returned, too: Dynamo's values have no identity by which
     :func:`factors_of` knows cos and sin. The backend finds rotations in the graph.
     """
     if is_compiling() or is_transformed() or type(called) is not FunctionType:
@@ -179,7 +179,7 @@ def proof_of(function: FunctionType, constants: Constants) -> dict[Ranks, Rotati
 
 
 def with_constants(function: FunctionType, constants: Constants) -> Rotate:
-    """A function of the four tensors."""
+    """A function of the four tensors that passes these constants on."""
     args, options = constants[0], dict(constants[1])
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:

@@ -19,11 +19,11 @@ from torchkiln.patch.source.rope_calls import RopeCall, rewrite_ropes
 from torchkiln.patch.source.text import definition
 
 UNKNOWN = "no module is known to make cos and sin that have each factor twice"
-"""The reason of a rotation that reads all columns of cos."""
+"""The reason to keep a rotation that reads all columns of cos."""
 
 
 class OfClass(NamedTuple):
-    """The rotations in the forward of a class, and what is known of the angles that it returns."""
+    """The rotations in a class's forward, and the equal columns of the angles that it returns."""
 
     calls: tuple[RopeCall, ...] = ()
     factors: str = ""
@@ -36,13 +36,13 @@ class Rotary:
     errors: dict[nn.Module, list[Comparison]] = field(default_factory=dict)
     """The modules that rotate, with the errors of each call."""
     angles: set[nn.Module] = field(default_factory=set)
-    """The modules that make cos and sin for them."""
+    """The modules that make cos and sin for rotations."""
     reasons: dict[nn.Module, str] = field(default_factory=dict)
-    """Why rotations of a module stay."""
+    """The reasons not to replace rotations of a module."""
 
 
 def find(model: nn.Module, free: Mapping[str, nn.Module], *, exact: bool) -> Rotary:
-    """The modules of a model to rewrite, of the ``free`` ones.
+    """The modules among ``free`` to rewrite for rotations.
 
     Cos and sin come from a child of the nearest module around the rotation that has such a child.
     """
@@ -78,7 +78,7 @@ def find(model: nn.Module, free: Mapping[str, nn.Module], *, exact: bool) -> Rot
 
 
 def around(name: str) -> Iterator[str]:
-    """A name, and those of the modules around it."""
+    """The name of a module, and the names of the modules around it."""
     while name:
         yield name
         name = name.rpartition(".")[0]
@@ -86,7 +86,7 @@ def around(name: str) -> Iterator[str]:
 
 
 def missing(call: RopeCall, near: list[tuple[nn.Module, str]]) -> str:
-    """The reason if nothing is known of cos and sin of a call that needs it."""
+    """The reason if a call needs equal columns in cos and sin, and no near module makes them."""
     has = not call.factors or any(factors in call.factors for _, factors in near)
     return "" if has else UNKNOWN
 
@@ -115,7 +115,7 @@ def may_rotate(cls: type[nn.Module]) -> bool:
 
 
 def of_class(cls: type[nn.Module]) -> OfClass:
-    """The rotations and the angles of a class whose source is the running code."""
+    """The rotations and angles of a class, if its source compiles to the code that runs."""
     function = forward_of(cls)
     node = function if isinstance(function, str) else definition(function)
     if isinstance(function, str) or isinstance(node, str):

@@ -37,7 +37,7 @@ class SharedInput(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
-        """The outputs of :func:`torch.nn.functional.linear`."""
+        """The outputs of the layers, as by :func:`torch.nn.functional.linear`."""
         count = len(parameters) // 2
         weights: Any = parameters[:count]
         # As in torch, the input is kept for weight gradients only; otherwise it may be changed.
@@ -110,7 +110,8 @@ def gains(x: Any, layers: tuple[Any, ...]) -> bool:
     """Whether backward adds gradients of a large input, and all layers are torch's."""
     if type(x) is not Tensor or not x.requires_grad or not torch.is_grad_enabled():
         return False
-    # Inductor sums the gradients in one kernel; sums in the products were not measured beside it.
+    # Inductor sums the gradients in one kernel. Products that add their result were not measured
+    # against it.
     if x.numel() < LEAST_INPUT or is_compiling() or is_transformed():
         return False
     if torch.is_autocast_enabled(x.device.type):
@@ -182,7 +183,7 @@ class Places(OwnScope, ast.NodeTransformer):
         """Reads the kept output in place of a call of a layer."""
         if not any(node is call for call in self.calls):
             return self.generic_visit(node)
-        # Taken out of the list, so that the forward keeps no output longer than before.
+        # The output is taken out of the list, so that the forward keeps it no longer than before.
         taken = ast.parse(f"{self.kept}.pop(0) if {self.kept} else None", mode="eval").body
         assert isinstance(taken, ast.IfExp)
         taken.orelse = node

@@ -108,7 +108,7 @@ def compile_aot_eager(spec: OpSpec, device: torch.device, dtype: torch.dtype) ->
     """torch.compile(fullgraph=True, dynamic=True) is right, forward and backward, at new sizes."""
     require_dynamic(spec, device, dtype, "aot_eager", "compile_aot_eager")
     small = [sample for sample in spec.samples(device, dtype) if sample.numel <= TINY]
-    # The second random op of a graph draws other numbers than a single call: one per graph.
+    # The second random op of a graph draws other numbers than a single call, so each graph has one.
     groups = [small] if all(s.seed is None for s in small) else [[s] for s in small[:3]]
     for group in groups:
         require_compiled_together(spec, "aot_eager", group, "compile_aot_eager")

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 DELAYS = (100_000_000, 400_000_000, 1_600_000_000)
 """Clock cycles that a stream sleeps: tens of milliseconds, much longer than a launch.
 
-A call that has not returned by then has waited, or the host was busy: it is repeated with the next.
-"""
+If the stream wakes before a call returns, the call waited, or the host was busy. The call is then
+repeated with the next number."""
 
 
 def sleeps(where: Where) -> Iterator[int]:
@@ -61,7 +61,7 @@ def sleeps(where: Where) -> Iterator[int]:
 def forward_and_backward(
     spec: OpSpec, sample: Sample, grads: Grads
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Outputs and gradients of leaves."""
+    """Outputs of a call, and the gradients of its leaves."""
     results = outputs(sample.call(spec.op))
     inputs = [sample.args[i] for i in spec.wanted(sample)]
     return results, gradients(results, inputs, grads)
@@ -191,7 +191,7 @@ ALLOCATIONS = ("cudaMalloc", "cuMemAlloc", "cuMemCreate")
 
 
 def allocations_outside_torch(run: Callable[[], None], device: torch.device) -> list[str]:
-    """Calls of this process that take device memory, but for those of the caching allocator.
+    """Calls of this process that take device memory, except those of the caching allocator.
 
     The free memory of the device would change with other processes, too.
     """
@@ -220,7 +220,7 @@ def only_the_caching_allocator(spec: OpSpec, device: torch.device, dtype: torch.
 
     for _ in range(2):
         all_samples()
-    gc.collect()  # cycles of other tests
+    gc.collect()  # frees reference cycles of other tests
     allocated = allocated_bytes(device)
     taken = allocations_outside_torch(all_samples, device)
     kept = allocated_bytes(device) - allocated

@@ -106,7 +106,8 @@ def meta_and_fake(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> Non
         others = (
             relaid(sample) if dtype == torch.float32 else ()
         )  # strides do not depend on the dtype
-        known: dict[object, tuple[Result, Result]] = {}  # neither has data, nor its address
+        # meta and fake tensors have neither data nor an address
+        known: dict[object, tuple[Result, Result]] = {}
         for moved in (sample, *(moved for moved, _ in others)):
             real = moved.call(spec.op)
             where = Where(spec, "meta_and_fake", moved)

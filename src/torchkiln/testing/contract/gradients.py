@@ -34,7 +34,7 @@ FEW = 64
 
 
 def subsets(positions: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """All non-empty subsets."""
+    """All non-empty subsets of the positions."""
     for count in range(1, len(positions) + 1):
         yield from combinations(positions, count)
 

@@ -34,7 +34,7 @@ RUNS = 20
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Run with ``count`` threads."""
+    """A context with ``count`` CPU threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -102,7 +102,7 @@ def sharding(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
         size = torch.Size(shape).numel()
         with process_group(size), LocalTensorMode(size):
             mesh = init_device_mesh("cpu", shape)
-            for name, call in calls.values():  # one for each list of choices
+            for name, call in calls.values():  # one call for each list of choices
                 require_choices(f"{spec.name}: sharding: {name}: {call.op}", call, mesh)
 
 

@@ -52,7 +52,7 @@ def new_memory_is_nan() -> Iterator[None]:
 
 
 def forward_and_backward(spec: OpSpec, sample: Sample) -> tuple[Tensor, ...]:
-    """Outputs and gradients of leaves."""
+    """Outputs of a call, and the gradients of its leaves."""
     leaves = spec.leaves(sample)
     results = outputs(leaves.call(spec.op))
     inputs = leaves.take(spec.wanted(leaves))
@@ -114,8 +114,8 @@ def growth(work: Callable[[], object], calls: int, device: torch.device) -> dict
 def torch_keeps_bytes(device: torch.device) -> bool:
     """Whether each call of torch's own op leaves bytes of the C library allocated.
 
-    Once a process has captured a CUDA graph, each launch of any kernel does: 32 bytes on an H200
-    with CUDA 13.0. The number of calls is that of the longest try, in which no cache counts.
+    After the capture of a CUDA graph each launch of a kernel does: 32 bytes on an H200 with CUDA
+    13.0. The number of calls is that of the longest try, in which caches hardly count.
     """
     x, calls = torch.ones(1, device=device), CALLS * TRIES[-1]
     one_kernel = partial(torch.add, x, 1)

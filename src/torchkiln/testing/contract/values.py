@@ -54,7 +54,7 @@ def without_missing(by_ops: Result, found: Result) -> Result:
 
 
 MANY = 1000
-"""Least elements of a mean of rounding errors: the mean of so many is about 0.01 steps."""
+"""Least number of rounding errors in a mean, which is then about 0.01 steps."""
 BIAS = 0.1
 FEW = 3
 

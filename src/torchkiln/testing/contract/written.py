@@ -165,7 +165,7 @@ def with_first_row(function: Function) -> Callable[..., Tensor]:
 
 
 def refusal(call: Callable[[], object]) -> str:
-    """The kind and first line of the error of a call."""
+    """The class and the first line of the error of a call."""
     try:
         result = call()
     except Exception as error:

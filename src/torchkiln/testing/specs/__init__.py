@@ -10,12 +10,12 @@ from torchkiln.testing.spec import OpSpec
 
 
 def _order(spec: OpSpec) -> int:
-    """The place of an op among the names of all ops."""
+    """The position of an op in the list of all names."""
     return OPS.index(spec.name) if spec.name in OPS else len(OPS)
 
 
 def _family(module: str) -> tuple[OpSpec, ...]:
-    """The specs of a module."""
+    """The specs that a module of this folder defines."""
     values = vars(import_module(f"{__name__}.{module}")).values()
     return tuple(sorted({value for value in values if isinstance(value, OpSpec)}, key=_order))
 

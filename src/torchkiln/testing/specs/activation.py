@@ -24,7 +24,7 @@ class Formula:
     """An activation in plain torch, with bounds of its rounding errors."""
 
     value: Callable[[Tensor], Tensor]
-    """Torch's function."""
+    """The function of torch that a user would call."""
     exact: Callable[[Tensor], Tensor]
     """The same function with full float64 precision, also in the tails."""
     terms: Callable[[Tensor], Tensor]
@@ -79,7 +79,7 @@ def relu2(z: Tensor) -> Tensor:
 
 
 def amplified(act: str, terms: Tensor) -> Tensor:
-    """The terms of a result, given the terms of the argument; only squares amplify them."""
+    """The magnitude of a result, given that of the argument; only squares amplify it."""
     return terms * terms if act in ("square", "relu2") else terms
 
 
@@ -135,7 +135,7 @@ def away_from_zero(x: Tensor) -> Tensor:
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """A call for each shape."""
+    """A call for each shape in SHAPES."""
     for name, shape in SHAPES.items():
         yield Sample(name, (away_from_zero(normal("x", shape, device, dtype)),))
 

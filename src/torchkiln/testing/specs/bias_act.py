@@ -34,7 +34,7 @@ def away_from_zero(x: Tensor, bias: Tensor, scale: float) -> Tensor:
     where the sum nearly cancels.
     """
     direction = torch.where(bias.double() < 0, -1.0, 1.0) * (1 if scale >= 0 else -1)
-    # Every third element of x has the other sign, and is larger than the bias.
+    # Every third element of x has the opposite sign of the bias, and is larger than it.
     third = torch.arange(x.numel(), device=x.device).reshape(x.shape) % 3 == 0
     outdone = -(2 * bias.double().abs() / abs(scale) + x.double().abs() + 0.25)
     return (direction * torch.where(third, outdone, x.double().abs() + 0.25)).to(x.dtype)
@@ -47,7 +47,7 @@ def sample(name: str, x: Tensor, bias: Tensor, scale: float, act: str) -> Sample
 
 
 def bias_act_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """All activations for one shape, all shapes for two activations, scales, mixed dtypes."""
+    """Calls with each activation, each shape for two of them, scales, and mixed dtypes."""
 
     def rows(*shape: int) -> tuple[Tensor, Tensor]:
         return normal("x", shape, device, dtype), normal("bias", shape[-1:], device, dtype)
@@ -70,7 +70,7 @@ def bias_act_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample
 
 
 def bias_act_invalid(device: torch.device) -> Iterator[Invalid]:
-    """Shapes that do not match."""
+    """Calls with shapes of bias that do not match x."""
     x, bias = torch.ones(2, 4, device=device), torch.ones(4, device=device)
     good = GoodCall(torch.ops.torchkiln.bias_act.default, Sample("good", (x, bias)))
     words = "bias: got shape {}, expected [4], the last dimension of x"
@@ -81,7 +81,7 @@ def bias_act_invalid(device: torch.device) -> Iterator[Invalid]:
 
 
 def bias_act_reference(x: Tensor, bias: Tensor, scale: float = 1.0, act: str = "relu") -> Tensor:
-    """The formula."""
+    """The formula of the op in plain torch."""
     return FORMULAS[act].exact(x * scale + bias)
 
 
@@ -102,7 +102,7 @@ ROUNDING = 2.0**-21
 def bias_act_gradient_magnitude(
     x: Tensor, bias: Tensor, scale: float = 1.0, act: str = "relu"
 ) -> Tensor:
-    """Terms of the activation, and the effect of the rounded argument on the derivative."""
+    """A function whose gradients sum absolute values, with the effect of a rounded argument."""
     formula = FORMULAS[act]
     z = x * abs(scale) + bias
     with torch.no_grad():

@@ -49,7 +49,7 @@ EXCLUDED = {
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Shapes with probabilities, then calls that drop nothing or everything."""
+    """Calls with each shape and its probability, then calls that drop nothing or everything."""
     for seed, (name, (shape, p)) in enumerate(SHAPES.items()):
         pair = normal("x", shape, device, dtype), normal("residual", shape, device, dtype)
         yield Sample(name, (*pair, p), seed=seed)
@@ -99,25 +99,25 @@ def kept(x: Tensor, p: float, training: bool) -> Tensor:
 
 
 def dropout_add(x: Tensor, residual: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
-    """The formula."""
+    """The formula of the op in plain torch."""
     return kept(x, p, training) + residual
 
 
 def bias_dropout_add(
     x: Tensor, bias: Tensor, residual: Tensor, p: float = 0.5, training: bool = True
 ) -> Tensor:
-    """The formula."""
+    """The formula of the op in plain torch."""
     dtype = torch.promote_types(x.dtype, residual.dtype)
     return dropout_add(x + bias, residual, p, training).to(dtype)
 
 
 def magnitude(x: Tensor, residual: Tensor, *options: Any, **kwargs: Any) -> Tensor:
-    """The terms of each sum."""
+    """The magnitude of each sum."""
     return dropout_add(x.abs(), residual.abs(), *options, **kwargs)
 
 
 def bias_magnitude(x: Tensor, bias: Tensor, *others: Any, **kwargs: Any) -> Tensor:
-    """The terms of each sum."""
+    """The magnitude of each sum."""
     return magnitude(x.abs() + bias.abs(), *others, **kwargs)
 
 
@@ -139,7 +139,7 @@ def invalid(has_bias: bool, device: torch.device) -> Iterator[Invalid]:
 def bench(
     has_bias: bool, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 ) -> Sample:
-    """Two matrices of one shape, and a row."""
+    """A call with two matrices of one shape, and a row for the bias."""
     x, residual = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
     bias = [torch.randn(shape[1:], device=device, dtype=dtype)] if has_bias else []
     return Sample("bench", (x, *bias, residual, 0.1))

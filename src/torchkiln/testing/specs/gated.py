@@ -30,7 +30,7 @@ SHAPES: Mapping[str, tuple[int, ...]] = (
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Each shape as two tensors, and some shapes as one packed tensor."""
+    """Calls with each shape as two tensors, and with some shapes as one packed tensor."""
     for name, shape in SHAPES.items():
         gate = 2 * normal("gate", shape, device, dtype)
         up = normal("up", shape, device, dtype)
@@ -46,7 +46,7 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def invalid(name: str, device: torch.device) -> Iterator[Invalid]:
-    """Tensors that do not split into gate and up."""
+    """Calls with tensors that do not split into gate and up."""
     x = torch.ones(3, 7, device=device)
     good = GoodCall(getattr(torch.ops.torchkiln, name).default, Sample("good", (x[:, :6],)))
     split = "to be split into gate and up"
@@ -58,7 +58,7 @@ def invalid(name: str, device: torch.device) -> Iterator[Invalid]:
 
 
 def halves(gate: Tensor, up: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Gate and up."""
+    """Gate and up, from two tensors or from the halves of one."""
     if up is not None:
         return gate, up
     first, second = gate.chunk(2, dim=-1)
@@ -72,21 +72,22 @@ def reference(act: str, gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 
 def composite(act: str, gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """Two ops of torch."""
+    """The activation and the product, as two ops of torch."""
     first, second = halves(gate, up)
     return FORMULAS[act].value(first) * second
 
 
 def magnitude(act: str, gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """The terms of the activation times |up|."""
+    """The magnitude of the activation times |up|."""
     first, second = halves(gate, up)
     return FORMULAS[act].terms(first) * second.abs()
 
 
 def gradient_magnitude(act: str, gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """A function whose gradients are the terms of the op's gradients.
+    """A function whose gradients are the op's, with the absolute values of all terms.
 
-    For ``gate``: |up| times the terms of the derivative. For ``up``: the terms of the activation.
+    For ``gate``: |up| times the magnitude of the derivative. For ``up``: the magnitude of the
+    activation.
     """
     first, second = halves(gate, up)
     formula = FORMULAS[act]
@@ -95,13 +96,13 @@ def gradient_magnitude(act: str, gate: Tensor, up: Tensor | None = None) -> Tens
 
 
 def large(device: torch.device) -> Sample:
-    """A matrix of more than 2**31 elements, and its first row expanded to the same shape."""
+    """A call with a matrix of more than 2**31 elements, and its first row expanded to it."""
     gate = large_matrix(device)
     return Sample("large", (gate, gate[:1].expand_as(gate)))
 
 
 def gated(name: str, act: str, module: Callable[..., nn.Module]) -> OpSpec:
-    """The contract of one gate."""
+    """The contract of one gated unit."""
     return OpSpec(
         op=getattr(ops, name),
         reference=partial(reference, act),
@@ -129,7 +130,7 @@ def new_out(given: Given) -> Tensor:
 
 
 def with_out(parent: OpSpec) -> OpSpec:
-    """The gate with ``out=``, whose wrong kinds of arguments ``torch.ops`` refuses."""
+    """The gate with ``out=``. ``torch.ops`` refuses its arguments of wrong kinds."""
     overload = torch.ops.torchkiln._swiglu_out.default
     function = Written(parent.op, overload, {"out": new_out}, plain=parent.op)
 

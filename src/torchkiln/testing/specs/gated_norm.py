@@ -78,7 +78,7 @@ class Arguments:
         return (self.mean(z * z) + self.eps).rsqrt()
 
     def scaled(self, n: Tensor) -> Tensor:
-        """The rows times the weight."""
+        """The rows times ``weight + offset``."""
         return n if self.weight is None else n * (self.weight.to(n.dtype) + self.offset)
 
     def value(self, passed: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class Arguments:
         return y if self.gate_first else y * passed
 
     def terms(self) -> Terms:
-        """Rounding errors; the error of a product is proportional to the product."""
+        """The errors of the normalized rows, also from rounding the product with the gate."""
         with torch.no_grad():
             passed = SILU.exact(self.gate) if self.gate_first else 1
             z = self.x * passed
@@ -100,12 +100,12 @@ class Arguments:
             return Terms(size, moved + size * spread, rstd * spread)
 
     def weights(self) -> Tensor | float:
-        """The sum of the absolute values of the terms of the weight."""
+        """``|weight| + |offset|``; 1 without a weight."""
         return 1.0 if self.weight is None else self.weight.detach().abs() + abs(self.offset)
 
 
 def reference(*args: Any, **kwargs: Any) -> Tensor:
-    """The formula."""
+    """The formula of the op in plain torch."""
     a = Arguments(*args, **kwargs)
     return a.value(SILU.exact(a.gate))
 
@@ -117,14 +117,14 @@ def composite(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def magnitude(*args: Any, **kwargs: Any) -> Tensor:
-    """The terms of each element."""
+    """The magnitude of each element's terms, to which its rounding error is proportional."""
     a = Arguments(*args, **kwargs)
     y = a.terms().error * a.weights()
     return y if a.gate_first else y * SILU.terms(a.gate)
 
 
 def gradient_magnitude(*args: Any, **kwargs: Any) -> Tensor:
-    """A function whose gradients are sums of absolute values of terms.
+    """A function whose gradients are the op's, with the absolute values of all terms.
 
     If d is the gradient of the normalized rows n, the gradient of the rows before the norm has the
     terms |d| + |n| mean |d n|, with the rounding errors of one factor n at a time.
@@ -158,7 +158,7 @@ def arguments(
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Every shape with the gate before and after the norm, then settings and mixed dtypes."""
+    """Calls with each shape, the gate before and after the norm; then settings and mixed dtypes."""
     # The default eps depends on the dtype, and the truth is computed in float64.
     options = {"eps": torch.finfo(torch.float32).eps}
     yield Sample("typical", arguments((6, 10), device, dtype), options)
@@ -190,7 +190,7 @@ def grown(sample: Sample) -> Sample:
 
 
 def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-    """Matrices and a weight."""
+    """A call with two matrices and a weight."""
     draw = partial(torch.randn, device=device, dtype=dtype)
     return Sample("bench", (draw(shape), draw(shape), shape[1:], draw(shape[1:])))
 
@@ -198,7 +198,7 @@ def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> S
 def bench_variants(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 ) -> Iterator[tuple[str, Sample]]:
-    """The gate first, as in Mamba2, also with groups."""
+    """The benchmark call with the gate first, as in Mamba2, without and with groups."""
     call = bench(device, dtype, shape)
     yield "gate first", replace(call, kwargs={"gate_first": True})
     yield (
@@ -208,13 +208,13 @@ def bench_variants(
 
 
 def large(device: torch.device) -> Sample:
-    """A matrix of more than 2**31 elements, which is x and the gate."""
+    """A call with a matrix of more than 2**31 elements as x and as gate."""
     x = large_matrix(device)
     return Sample("large", (x, x, x.shape[1:], cycle(x.shape[1], 127, device)))
 
 
 def invalid(device: torch.device) -> Iterator[Invalid]:
-    """Shapes that are not the last sizes of x, numbers out of range."""
+    """Calls with shapes that are not the last sizes of x, and with numbers out of range."""
     x, row = torch.ones(2, 3, 4, device=device), torch.ones(4, device=device)
     op = torch.ops.torchkiln.gated_rms_norm.default
     good = GoodCall(op, Sample("good", (x, x, (4,), row)))

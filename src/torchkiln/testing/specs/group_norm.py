@@ -65,7 +65,7 @@ class Arguments(batch_norm.Arguments):
 
 
 def reference(*args: Any, **kwargs: Any) -> Tensor:
-    """The formula."""
+    """The formula of the op in plain torch."""
     return Arguments(*args, **kwargs).reference()
 
 
@@ -81,17 +81,17 @@ def composite(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def magnitude(*args: Any, **kwargs: Any) -> Tensor:
-    """The terms of each element."""
+    """The magnitude of each element's terms, to which its rounding error is proportional."""
     return Arguments(*args, **kwargs).magnitude()
 
 
 def gradient_magnitude(*args: Any, **kwargs: Any) -> Tensor:
-    """A function whose gradients are the sums of the absolute values of the terms."""
+    """A function whose gradients are the op's, with the absolute values of all terms."""
     return Arguments(*args, **kwargs).gradient_magnitude()
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Every activation, every shape, both layouts, missing tensors."""
+    """Calls with each activation, each shape, both layouts, and missing tensors."""
 
     def sample(
         name: str,
@@ -125,7 +125,7 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-    """Images and silu, as in the networks of diffusion models."""
+    """A call on images with silu, as in the networks of diffusion models."""
     pixels, channels = shape
     count = max(pixels // PIXELS**2, 1)
     x = torch.randn(count, channels, PIXELS, PIXELS, device=device, dtype=dtype)
@@ -136,7 +136,7 @@ def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> S
 def bench_variants(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 ) -> Iterator[tuple[str, Sample]]:
-    """Adjacent channels, and no activation."""
+    """The benchmark call in ``channels_last``, and without an activation."""
     plain = bench(device, dtype, shape)
     x = plain.args[0].contiguous(memory_format=torch.channels_last)
     yield "channels_last", plain.substitute(0, x)
@@ -144,7 +144,7 @@ def bench_variants(
 
 
 def drawn(device: torch.device, dtype: torch.dtype, rng: Random, most: int) -> Sample:
-    """Random numbers of samples, channels and groups; no pixels, sequences, or images."""
+    """A call with random samples, channels and groups: no pixels, sequences, or images."""
     rank = rng.choice((2, 2, 3, 4, 4))
     batch, channels, *pixels = drawn_sizes(rng, most, rank)
     groups = rng.choice([n for n in (1, 2, 4, 8, 16, 32, 64, channels) if channels % n == 0])
@@ -154,7 +154,7 @@ def drawn(device: torch.device, dtype: torch.dtype, rng: Random, most: int) -> S
 
 
 def large(device: torch.device) -> Sample:
-    """A matrix of more than 2**31 elements: samples of one pixel."""
+    """A call on a matrix of more than 2**31 elements, whose samples have one pixel."""
     x = large_matrix(device)
     columns = x.shape[1]
     weight, bias = (cycle(columns, length, device) for length in (113, 127))

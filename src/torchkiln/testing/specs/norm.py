@@ -41,7 +41,7 @@ SMALL_SHAPES = tuple((rows, 4096) for rows in (1, 8, 64, 512))
 
 
 class Kind(NamedTuple):
-    """One of the four norms."""
+    """The properties of one of the four norms."""
 
     name: str
     centered: bool
@@ -98,7 +98,7 @@ def with_sum(a: Arguments, y: Tensor, z: Tensor) -> Result:
 
 
 def reference(kind: Kind, *args: Any, **kwargs: Any) -> Result:
-    """The formula."""
+    """The formula of the op in plain torch."""
     a = Arguments(kind, *args, **kwargs)
     z = a.z
     from_mean = z - z.mean(a.dims, keepdim=True) if kind.centered else z
@@ -144,7 +144,7 @@ class Terms(NamedTuple):
 
 
 def terms_of(kind: Kind, a: Arguments, z: Tensor) -> Terms:
-    """Rounding errors of the normalized rows; ``z`` has the sizes of the terms summed in ``a.z``.
+    """Rounding errors of the normalized rows; ``z`` is the magnitude of ``a.z``.
 
     A difference from the mean has the errors of its terms.
     """
@@ -159,7 +159,7 @@ def terms_of(kind: Kind, a: Arguments, z: Tensor) -> Terms:
 
 
 def magnitude(kind: Kind, *args: Any, **kwargs: Any) -> Result:
-    """The terms of each element."""
+    """The magnitude of each element's terms, to which its rounding error is proportional."""
     a = Arguments(kind, *args, **kwargs)
     y = terms_of(kind, a, a.sizes).error
     if a.weight is not None:
@@ -170,7 +170,7 @@ def magnitude(kind: Kind, *args: Any, **kwargs: Any) -> Result:
 
 
 def intermediate_sensitivity(kind: Kind, *args: Any, **kwargs: Any) -> Result:
-    """The changes of the output with z if z is a rounded sum, and with rounded normalized rows."""
+    """The effect of rounding z, if it is a sum, and of rounding the normalized rows."""
     a = Arguments(kind, *args, **kwargs)
     n = terms_of(kind, a, a.z.abs())
     y = n.error * kind.residual + n.size * a.rounds
@@ -201,7 +201,7 @@ def gradient_magnitude(kind: Kind, *args: Any, **kwargs: Any) -> Result:
 
 
 def sensitivity(kind: Kind, *args: Any, **kwargs: Any) -> Result:
-    """Gradients change with the rounded sum, except the gradient that passes through the sum."""
+    """The effect of the rounded sum on gradients, except on the one that passes through the sum."""
     y, total = gradient_magnitude(kind, *args, **kwargs)
     return y, 0 * total
 
@@ -222,7 +222,7 @@ def arguments(
 
 
 def inputs(kind: Kind, device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Every shape with all parameters, then fewer parameters, settings, and mixed dtypes."""
+    """Calls with each shape and all parameters, then fewer parameters, settings, mixed dtypes."""
     # The default eps of RMS norm depends on the dtype, and the truth is computed in float64, so all
     # calls except one pass eps.
     eps = {} if kind.centered else {"eps": torch.finfo(torch.float32).eps}
@@ -261,7 +261,7 @@ def grown(kind: Kind, sample: Sample) -> Sample:
 
 
 def bench(kind: Kind, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-    """A matrix and the parameters of the op."""
+    """A call with matrices and the parameters of the op."""
     draw = partial(torch.randn, device=device, dtype=dtype)
     rows, owned = [draw(shape) for _ in range(kind.first)], [draw(shape[1:]) for _ in kind.owned]
     return Sample("bench", (*rows, shape[1:], *owned))
@@ -270,7 +270,7 @@ def bench(kind: Kind, device: torch.device, dtype: torch.dtype, shape: tuple[int
 def bench_variants(
     kind: Kind, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 ) -> Iterator[tuple[str, Sample]]:
-    """Half precision inputs with float32 parameters, as in training with master weights."""
+    """The benchmark call in half precision with float32 parameters, as with master weights."""
     if dtype in (torch.float16, torch.bfloat16):
         *rows, columns = bench(kind, device, dtype, shape).args[: kind.first + 1]
         owned = (torch.randn(columns, device=device) for _ in kind.owned)
@@ -278,7 +278,7 @@ def bench_variants(
 
 
 def large(kind: Kind, device: torch.device) -> Sample:
-    """A matrix of more than 2**31 elements; the residual is a row expanded to the same shape."""
+    """A call on a matrix of more than 2**31 elements; the residual is a row of the same shape."""
     x = large_matrix(device)
     columns = x.shape[1]
     residual = [cycle(columns, 113, device).expand_as(x)] if kind.residual else []
@@ -294,7 +294,7 @@ def backward_traffic(kind: Kind, sample: Sample) -> Traffic:
 
 
 def invalid(kind: Kind, device: torch.device) -> Iterator[Invalid]:
-    """Shapes that are not the last sizes of x, numbers out of range, parameters of two dtypes."""
+    """Calls with shapes that are not the last sizes of x, numbers out of range, and two dtypes."""
     x, row = torch.ones(2, 3, 4, device=device), torch.ones(4, device=device)
     args = (*[x] * kind.first, (4,), *[row] * len(kind.owned))
     good = GoodCall(getattr(torch.ops.torchkiln, kind.name).default, Sample("good", args))
@@ -357,7 +357,7 @@ def new_out(given: Given) -> Tensor:
 
 
 def with_out(parent: OpSpec) -> OpSpec:
-    """The norm with ``out=``, whose wrong kinds of arguments ``torch.ops`` refuses."""
+    """The norm with ``out=``. ``torch.ops`` refuses its arguments of wrong kinds."""
     overload = getattr(torch.ops.torchkiln, f"_{parent.name}_out").default
     function = Written(parent.op, overload, {"out": new_out}, plain=parent.op)
     return form_of(parent, function, called=parent.name, kinds=False)

@@ -55,7 +55,7 @@ MULADD_SHAPES: Shapes = (
 
 
 def add_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Pairs of shapes, then pairs of dtypes."""
+    """Calls with each pair of shapes, then with pairs of dtypes."""
     for name, (left, right) in ADD_SHAPES.items():
         yield Sample(name, (normal("a", left, device, dtype), normal("b", right, device, dtype)))
     a = normal("a", (5, 9), device, dtype)
@@ -68,7 +68,7 @@ def add_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def muladd_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Triples of shapes, then of dtypes."""
+    """Calls with each triple of shapes, then with triples of dtypes."""
     for name, shapes in MULADD_SHAPES.items():
         pairs = zip("abc", shapes, strict=True)
         yield Sample(name, tuple(normal(key, shape, device, dtype) for key, shape in pairs))
@@ -100,7 +100,7 @@ def unpromotable(good: GoodCall, names: str, *cases: tuple[torch.dtype, ...]) ->
 
 
 def add_invalid(device: torch.device) -> Iterator[Invalid]:
-    """Dtypes that do not promote, shapes that do not broadcast."""
+    """Calls with dtypes that do not promote, and with shapes that do not broadcast."""
     x = torch.ones(4, device=device)
     good = GoodCall(torch.ops.torchkiln.add.default, Sample("good", (x, x)))
     yield from unpromotable(
@@ -116,7 +116,7 @@ def add_invalid(device: torch.device) -> Iterator[Invalid]:
 
 
 def muladd_invalid(device: torch.device) -> Iterator[Invalid]:
-    """Three dtypes that do not promote, shapes that do not broadcast."""
+    """Calls with three dtypes that do not promote, and with shapes that do not broadcast."""
     x, matrix = torch.ones(4, device=device), torch.ones(4, 4, device=device)
     good = GoodCall(torch.ops.torchkiln.muladd.default, Sample("good", (x, x, x)))
     yield from unpromotable(
@@ -149,19 +149,19 @@ def muladd_backward_traffic(sample: Sample) -> Traffic:
 
 
 def muladd_large(device: torch.device) -> Sample:
-    """A matrix of more than 2**31 elements, a row and a number."""
+    """A call with a matrix of more than 2**31 elements, a row and a number."""
     a = large_matrix(device)
     c = torch.tensor(3.0, device=device, dtype=a.dtype)
     return Sample("large", (a, 8 * cycle(a.shape[1], 241, device), c))
 
 
 def muladd(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Two ops of torch."""
+    """The product and the sum, as two ops of torch."""
     return a * b + c
 
 
 def muladd_gradient_magnitude(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """The gradient of a broadcast argument is a sum, whose terms may cancel."""
+    """A function whose gradients are the op's, with absolute factors; broadcast ones are sums."""
     return a * b.detach().abs() + a.detach().abs() * b + c
 
 
@@ -182,7 +182,8 @@ def addcmul_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
     for call in muladd_inputs(device, dtype):
         a, b, c = call.args
         tensors = all(isinstance(value, Tensor) and value.dtype == dtype for value in call.args)
-        # torch.addcmul takes one tensor on the CPU beside tensors on a GPU, muladd takes two.
+        # torch.addcmul takes at most one tensor on the CPU if others are on a GPU, muladd takes
+        # two.
         if tensors and sum(value.device != device for value in call.args) <= 1:
             yield replace(call, args=(c, a, b))
     a, b, c = (normal(name, (5, 7), device, dtype) for name in "abc")
@@ -190,17 +191,17 @@ def addcmul_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
 
 
 def addcmul_terms(first: Tensor, a: Tensor, b: Tensor, value: float = 1) -> Tensor:
-    """The terms of each element."""
+    """The magnitude of each element's terms, to which its rounding error is proportional."""
     return first.abs() + (value * a * b).abs()
 
 
 def addcmul_gradient_magnitude(first: Tensor, a: Tensor, b: Tensor, value: float = 1) -> Tensor:
-    """The terms of the gradients, as for muladd."""
+    """muladd_gradient_magnitude() of the arguments of addcmul."""
     return muladd_gradient_magnitude(a * abs(value), b, first)
 
 
 def with_addcmul(parent: OpSpec) -> OpSpec:
-    """The function of torch.addcmul; tests/ops/test_muladd.py compares its promotion."""
+    """The contract of addcmul; tests/ops/test_muladd.py compares its promotion with torch's."""
     return replace(
         parent,
         name="addcmul",
@@ -219,7 +220,7 @@ def with_addcmul(parent: OpSpec) -> OpSpec:
 
 
 def addcmul_invalid(device: torch.device) -> Iterator[Invalid]:
-    """Shapes that do not broadcast."""
+    """A call with shapes that do not broadcast."""
     x = torch.ones(4, device=device)
     words = re.escape("torchkiln.muladd: b: got shape [3], expected one that broadcasts")
     yield Invalid("shape of tensor2", (x, x, x[:3]), RuntimeError, f"{words}.*")

@@ -1,8 +1,8 @@
 """The contract of the linear layer in float8_e4m3fn.
 
-The reference is the exact quantised one: it rounds the same factors to E4M3 by torch's conversion,
-in forward and in backward, and multiplies them in float64. tests/ops/test_quantize.py compares the
-ops that return E4M3 with it bit by bit.
+The reference is exact but for quantisation: it rounds the same factors to E4M3 by torch's
+conversion, in forward and in backward, and multiplies them in float64. tests/ops/test_quantize.py
+compares the ops that return E4M3 with it bit by bit.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def magnitude(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Each shape with a bias, some without."""
+    """Calls with each shape and a bias, and with some shapes without one."""
     for turn, (name, (shape, features)) in enumerate(SHAPES.items()):
         x = normal("x", shape, device, dtype)
         weight = normal("weight", (features, shape[-1]), device, dtype)
@@ -128,7 +128,7 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-    """A layer as wide as its input."""
+    """A call of a layer as wide as its input."""
     x = torch.randn(shape, device=device, dtype=dtype)
     weight = torch.randn(shape[1], shape[1], device=device, dtype=dtype) / shape[1] ** 0.5
     return Sample("bench", (x, weight))
@@ -137,7 +137,7 @@ def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> S
 def bench_variants(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 ) -> Iterator[tuple[str, Sample]]:
-    """The first layer of the feed-forward part of Llama, 3.5 times as wide as its input."""
+    """A call of the first feed-forward layer of Llama, 3.5 times as wide as its input."""
     x = bench(device, dtype, shape).args[0]
     weight = torch.randn(shape[1] * 7 // 2, shape[1], device=device, dtype=dtype)
     yield "3.5 x as wide", Sample("wide", (x, weight / shape[1] ** 0.5))
@@ -151,7 +151,7 @@ def operations(sample: Sample) -> tuple[int, int]:
 
 
 def invalid(device: torch.device) -> Iterator[Invalid]:
-    """Shapes that do not match, other dtypes, layouts and devices."""
+    """Calls with shapes that do not match, and with other dtypes, layouts and devices."""
     x, weight = torch.ones(2, 4, device=device), torch.ones(3, 4, device=device)
     good = GoodCall(torch.ops.torchkiln.linear_fp8.default, Sample("good", (x, weight)))
     words = "weight: got size 3 in dimension 1 of shape [4, 3], expected 4, the last size of x"

@@ -45,14 +45,14 @@ OF_NOTHING: dict[str, tuple[tuple[int, ...], Any]] = {
 
 
 def sum_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Shapes for sum and mean, and sums of no elements."""
+    """The calls of sum and mean, and sums of no elements."""
     yield from inputs(device, dtype)
     for name, (shape, dim) in OF_NOTHING.items():
         yield Sample(name, (normal("x", shape, device, dtype),), {"dim": dim})
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Shapes and dimensions, then the dtypes of the result."""
+    """Calls with each shape and dimension, then with each dtype of the result."""
     for name, (shape, dim) in SHAPES.items():
         yield Sample(name, (normal("x", shape, device, dtype),), {"dim": dim})
     x = normal("x", (4, 5, 6), device, dtype)
@@ -64,7 +64,7 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def invalid(name: str, device: torch.device) -> Iterator[Invalid]:
-    """A dimension that is named twice."""
+    """A call with a dimension that is named twice."""
     x = torch.ones(2, 4, device=device)
     good = GoodCall(getattr(torch.ops.torchkiln, name).default, Sample("good", (x,)))
     words = "dim: got dimension 1 twice in [1, -1], expected each once"

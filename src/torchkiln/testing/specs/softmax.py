@@ -41,7 +41,7 @@ def mask(key: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def inputs(log: bool, device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Shapes and dimensions, then scales and masks."""
+    """Calls with each shape and dimension, then with scales and masks."""
 
     def values(*shape: int) -> Tensor:
         return 2 * normal("x", shape, device, dtype)
@@ -77,7 +77,7 @@ def inputs(log: bool, device: torch.device, dtype: torch.dtype) -> Iterator[Samp
 
 
 def invalid(name: str, device: torch.device) -> Iterator[Invalid]:
-    """Masks of wrong shapes and dtypes, and causal calls with a wrong dimension."""
+    """Calls with masks of wrong shapes and dtypes, and causal calls with a wrong dimension."""
     x = torch.ones(2, 4, device=device)
     good = GoodCall(getattr(torch.ops.torchkiln, name).default, Sample("good", (x, 1)))
     expected = "expected one that broadcasts to [2, 4], the shape of x"
@@ -130,7 +130,7 @@ def magnitude(log: bool, x: Tensor, dim: int, **kwargs: Any) -> Tensor:
 
 
 def gradient_magnitude(log: bool, x: Tensor, dim: int, **kwargs: Any) -> Tensor:
-    """A function whose gradients are the sums of the absolute values of the terms."""
+    """A function whose gradients are the op's, with the absolute values of all terms."""
     _, terms, roundings = shares(x, dim, **kwargs)
     moved = x * abs(kwargs.get("scale", 1.0))
     mixed = (terms * moved).sum(dim, keepdim=True) * roundings

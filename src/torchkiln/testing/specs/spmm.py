@@ -45,7 +45,7 @@ def pattern(
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Shapes, options, then batches of all or some parts."""
+    """Calls with each shape, then with options, then with batches of all or some parts."""
 
     def sample(
         name: str,
@@ -103,7 +103,7 @@ def dense(values: Tensor, crow: Tensor, col: Tensor, columns: int) -> Tensor:
 
 
 def reference(values: Tensor, b: Tensor, *, crow: Tensor, col: Tensor, **_: Any) -> Tensor:
-    """The product of dense matrices."""
+    """The product of the sparse matrix, made dense, with ``b``."""
     return dense(values, crow, col, b.shape[-2]) @ b
 
 
@@ -137,13 +137,13 @@ def gradient_magnitude(values: Tensor, b: Tensor, **kwargs: Any) -> Tensor:
 
 
 def wider(sample: Sample) -> Sample:
-    """The call with twice the columns of b. The pattern stays, as it is no input of the graph."""
+    """The call with twice the columns of b. The pattern is kept, as it is no input of the graph."""
     values, b = sample.args
     return replace(sample, args=(values, torch.cat([b, b], dim=-1)))
 
 
 def multiplied(name: str, rows: int, entries: int, b: Tensor) -> Sample:
-    """A sparse matrix with at most this many entries at random places, times ``b``."""
+    """A call of a sparse matrix with up to ``entries`` entries at random positions, and ``b``."""
     columns, device = b.shape[0], b.device
     places = torch.randint(rows * columns, (entries,), device=device).unique()
     crow = torch.zeros(rows + 1, dtype=torch.int64, device=device)
@@ -153,7 +153,7 @@ def multiplied(name: str, rows: int, entries: int, b: Tensor) -> Sample:
 
 
 def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-    """A square matrix with 1 % of its elements (0.1 % if it is large) times a dense matrix."""
+    """A call of a square matrix with 1 % of its elements (0.1 % if large), and a dense one."""
     rows, width = shape
     entries = int(rows * rows * (0.01 if rows <= 16384 else 0.001))
     b = torch.randn(rows, width, device=device, dtype=dtype)
@@ -161,7 +161,7 @@ def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> S
 
 
 def drawn(device: torch.device, dtype: torch.dtype, rng: Random, most: int) -> Sample:
-    """Rows with up to 1, 4, 16 or 64 entries on average, times a dense matrix of random width.
+    """A call of rows with up to 1, 4, 16 or 64 entries on average, and a matrix of random width.
 
     No entry occurs twice, which backward of torch's sparse tensors would refuse.
     """
@@ -180,7 +180,7 @@ def operations(sample: Sample) -> tuple[int, int]:
 
 
 def invalid(device: torch.device) -> Iterator[Invalid]:
-    """Sizes and patterns that do not match, without the errors that only ``check`` detects."""
+    """Calls with sizes and patterns that do not match, but no errors that only ``check`` finds."""
     values, b = torch.ones(3, device=device), torch.ones(4, 2, device=device)
     crow, col = torch.tensor([0, 2, 3], device=device), torch.tensor([0, 3, 1], device=device)
     sample = Sample("good", (values, b), {"crow": crow, "col": col})

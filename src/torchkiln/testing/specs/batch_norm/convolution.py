@@ -38,25 +38,25 @@ class Layer:
         self.options = {k: v for k, v in kwargs.items() if k not in GEOMETRY}
 
     def convolved(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The convolution of other tensors."""
+        """The convolution of these tensors, with the strides and other options of the call."""
         found: Tensor = CONVOLUTIONS[x.dim()](x, weight, bias, **self.geometry)
         return found
 
     def arguments(self) -> Arguments:
-        """The arguments of the batch norm, with the terms of its input."""
+        """The arguments of the batch norm, with the magnitude of its input."""
         y = self.convolved(self.x, self.weight, self.bias)
         given = Arguments(y, *self.vectors, **self.options)
         x, weight = self.x.detach().abs(), self.weight.detach().abs()
         bias = None if self.bias is None else self.bias.detach().abs()
         given.sizes = self.convolved(x, weight, bias)
-        # A function of x, weight and bias whose gradients are the terms of their gradients.
+        # A function of x, weight and bias whose gradients have the absolute values of all terms.
         given.path = self.convolved(self.x, weight, self.bias)
         given.path = given.path + self.convolved(x, self.weight, None)
         return given
 
 
 def reference(*args: Any, **kwargs: Any) -> Tensor:
-    """The formula."""
+    """The formula of the op in plain torch."""
     return Layer(*args, **kwargs).arguments().reference()
 
 
@@ -75,12 +75,12 @@ def composite(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def magnitude(*args: Any, **kwargs: Any) -> Tensor:
-    """The terms of each element."""
+    """The magnitude of each element's terms, to which its rounding error is proportional."""
     return Layer(*args, **kwargs).arguments().magnitude()
 
 
 def gradient_magnitude(*args: Any, **kwargs: Any) -> Tensor:
-    """A function whose gradients are the sums of the absolute values of the terms."""
+    """A function whose gradients are the op's, with the absolute values of all terms."""
     return Layer(*args, **kwargs).arguments().gradient_magnitude()
 
 
@@ -147,7 +147,8 @@ CONV_BN_ACT = replace(
     opaque=None,
     threads_matter=True,
     dtypes=(torch.float32, torch.float64),  # in half precision the convolution is rounded, too
-    devices=("cpu",),  # cuDNN's gradients are not reproducible; tests/ops/test_convolution.py
+    # cuDNN's gradients are not reproducible: tests/ops/test_convolution.py compares them
+    devices=("cpu",),
     grown=more_images,
     excluded={
         "compile_aot_eager": ONE_WEIGHT,
@@ -162,7 +163,7 @@ CONV_BN_ACT = replace(
 
 
 def pixels(x: Tensor, weight: Tensor) -> Tensor:
-    """The results alone; tests/ops/test_conv_moments.py compares the moments."""
+    """The convolution without the moments; tests/ops/test_conv_moments.py compares those."""
     y: Tensor = torch.ops.torchkiln._pixel_conv.default(x, weight)[0]
     return y
 

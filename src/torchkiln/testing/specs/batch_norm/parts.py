@@ -49,7 +49,7 @@ def running_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]
 
 
 def moved(given: Arguments, *, terms: bool = False) -> tuple[Tensor, Tensor]:
-    """The running statistics after the call, or their terms."""
+    """The running statistics after the call, or their magnitudes."""
     mean, var = given.running
     assert mean is not None
     assert var is not None
@@ -139,7 +139,7 @@ WINDOWS = ([3, 3], [2, 2], [1, 1])
 
 
 def pool_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Images with adjacent channels in whole vectors."""
+    """Calls on images with adjacent channels in whole vectors."""
     for name, shape in {
         "typical": (2, 8, 6, 6),
         "odd": (3, 24, 9, 7),

@@ -61,9 +61,9 @@ class Arguments:
         self.eps: float = given.get("eps", 1e-5)
         self.dims = (0, *range(2, self.x.dim()))
         self.sizes: Tensor = self.x.abs()
-        """The terms of x, if it is the result of another op."""
+        """The magnitude of x, which exceeds |x| if another op computes x."""
         self.path: Tensor = self.x
-        """If so, a function of that op's arguments whose gradients are the terms of theirs."""
+        """x or, if another op computes x, a function whose gradients sum absolute values."""
 
     def wide(self, vector: Tensor) -> Tensor:
         """A vector of the channels with the rank of x."""
@@ -111,22 +111,22 @@ class Arguments:
             return size, moved + size * spread, rstd * spread
 
     def terms(self) -> Tensor:
-        """The terms of the argument of the activation."""
+        """The magnitude of the argument of the activation."""
         terms = self.errors()[1]
         terms = terms if self.weight is None else terms * self.wide(self.weight).abs()
         terms = terms if self.bias is None else terms + self.wide(self.bias).abs()
         return terms if self.residual is None else terms + self.residual.abs()
 
     def reference(self) -> Tensor:
-        """The result."""
+        """The result of the formula."""
         return FORMULAS[self.act].exact(self.argument())
 
     def magnitude(self) -> Tensor:
-        """The terms of the result."""
+        """The magnitude of the result."""
         return amplified(self.act, self.terms())
 
     def gradient_magnitude(self) -> Tensor:
-        """A function whose gradients are the sums of the absolute values of the terms.
+        """A function whose gradients are the op's, with the absolute values of all terms.
 
         The rounding errors of the normalized x are applied to one factor at a time.
         """
@@ -151,7 +151,7 @@ class Arguments:
 
 
 def reference(*args: Any, **kwargs: Any) -> Tensor:
-    """The formula."""
+    """The formula of the op in plain torch."""
     return Arguments(*args, **kwargs).reference()
 
 
@@ -176,7 +176,7 @@ def magnitude(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def gradient_magnitude(*args: Any, **kwargs: Any) -> Tensor:
-    """A function whose gradients are the sums of the absolute values of the terms."""
+    """A function whose gradients are the op's, with the absolute values of all terms."""
     return Arguments(*args, **kwargs).gradient_magnitude()
 
 
@@ -204,7 +204,7 @@ def call(
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Activations with and without a residual, shapes in both modes, and missing tensors."""
+    """Calls with each activation, with and without residual, in both modes; missing tensors."""
 
     def sample(name: str, shape: tuple[int, ...], **rest: Any) -> Sample:
         return call(name, shape, device, dtype, **rest)
@@ -238,7 +238,7 @@ def image(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> T
 
 
 def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-    """Images in training, with float32 parameters."""
+    """A call on images in training, with float32 parameters."""
     owned = torch.promote_types(dtype, torch.float32)
     parameters = [torch.randn(shape[1], device=device, dtype=owned) for _ in range(2)]
     return Sample(
@@ -249,7 +249,7 @@ def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> S
 def bench_variants(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 ) -> Iterator[tuple[str, Sample]]:
-    """With a residual, and in eval mode."""
+    """The benchmark call with a residual, and in eval mode."""
     plain = bench(device, dtype, shape)
     yield "residual", plain.substitute(5, image(device, dtype, shape))
     mean = plain.args[1]
@@ -258,7 +258,7 @@ def bench_variants(
 
 
 def drawn(device: torch.device, dtype: torch.dtype, rng: Random, most: int) -> Sample:
-    """Random rows of channels, or images in either layout, in training or in eval mode."""
+    """A call on random rows, or on images in either layout, in training or in eval mode."""
     batch, channels, *pixels = drawn_sizes(rng, most, rng.choice((2, 3, 4, 4)))
     owned = torch.promote_types(dtype, torch.float32)
     x = torch.randn(batch, channels, *pixels, device=device, dtype=dtype)
@@ -272,7 +272,7 @@ def drawn(device: torch.device, dtype: torch.dtype, rng: Random, most: int) -> S
 
 
 def large(device: torch.device) -> Sample:
-    """A matrix of more than 2**31 elements in eval mode, in which rows are independent."""
+    """A call on a matrix of more than 2**31 elements in eval mode, where rows are independent."""
     x = large_matrix(device)
     columns = x.shape[1]
     vectors = [cycle(columns, length, device) for length in (113, 127, 131, 137)]

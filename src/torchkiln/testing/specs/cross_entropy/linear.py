@@ -72,7 +72,7 @@ def call(
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Shapes, then options, with and without a bias."""
+    """Calls with each shape, then with each option, with and without a bias."""
 
     def x(*shape: int) -> Tensor:
         return normal("x", shape, device, dtype)
@@ -87,8 +87,8 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     for name, options in OPTIONS.items():
         yield call(name, x(4, 5), 6, has_bias=name != "none", **options)
     if dtype in (torch.float16, torch.bfloat16):
-        # The gradient of a float32 bias is a sum of half precision terms, for which the contract
-        # has no bound: tests/ops/test_linear_cross_entropy.py compares it.
+        # The contract has no bound for a float32 gradient that sums half precision terms, such as
+        # that of a bias: tests/ops/test_linear_cross_entropy.py compares it.
         rows, wide = x(7, 9), torch.float32
         given = {"has_bias": False, "weight": True}
         yield call("float32 class weights", rows, 33, parameters=wide, **given)
@@ -143,7 +143,7 @@ def reference(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def roundings(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """For each row the largest sum of absolute terms of a logit, times the growth of errors.
+    """The largest sum of absolute terms among the logits of each row, times the growth of errors.
 
     An infinite logit is not rounded.
     """
@@ -155,7 +155,7 @@ def roundings(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def magnitude(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, /, **kwargs: Any
 ) -> Tensor:
-    """The terms of the loss, and the effect of the roundings of the logits."""
+    """The magnitude of the loss, plus the effect of rounding the logits."""
     rows, classes, options = flat(product(x, weight, bias), target, kwargs)
     z_loss = options.pop("z_loss", 0.0)
     share, row = whole.terms(rows, classes, **options)
@@ -195,7 +195,7 @@ def gradient_terms(
 def gradient_magnitude(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, /, **kwargs: Any
 ) -> Tensor:
-    """The terms of the logits' gradient and of the products with it."""
+    """A function whose gradients sum the absolute values of the terms of all products."""
     return gradient_terms(x, weight, target, bias, kwargs, is_rounding=False)
 
 
@@ -207,7 +207,7 @@ def output_sensitivity(
 
 
 def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-    """A layer whose logits have this shape."""
+    """A call of a layer whose logits have this shape."""
     rows, classes = shape
     features = BENCH_FEATURES if device.type == "cuda" else 64
     x = torch.randn(rows, features, device=device, dtype=dtype)
@@ -238,7 +238,7 @@ def backward_traffic(sample: Sample) -> Traffic:
 
 
 def invalid(device: torch.device) -> Iterator[Invalid]:
-    """Targets that do not match x, numbers out of range."""
+    """Calls with targets that do not match x, and with numbers out of range."""
     x, weight = torch.ones(2, 4, device=device), torch.ones(3, 4, device=device)
     target = torch.tensor([1, 2], device=device)
     overload = torch.ops.torchkiln.linear_cross_entropy.default

@@ -40,7 +40,7 @@ def call(name: str, x: Tensor, classes: int, *, has_bias: bool = True, **options
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Shapes, then options, with and without biases."""
+    """Calls with each shape, then with each option, with and without biases."""
 
     def x(*shape: int) -> Tensor:
         return normal("x", shape, device, dtype)
@@ -66,7 +66,7 @@ class Layer(NamedTuple):
 
     @property
     def logs(self) -> Tensor:
-        """The logarithms of the probabilities."""
+        """The logarithms of the layer's probabilities."""
         return torch.log_softmax(self.logits, -1)
 
     def errors(self, temperature: float) -> Tensor:
@@ -87,14 +87,14 @@ def layers(args: tuple[Any, ...], temperature: float) -> tuple[Layer, Layer]:
 
 
 def ratios(logs: Tensor, others: Tensor, share: float | None) -> Tensor:
-    """``log(own / other)``, or ``log(own / mixture)`` with this share of the other; 0 for 0."""
+    """``log(own / other)``, or ``log(own / mixture)`` with the other's ``share``; 0 for own = 0."""
     if share is not None:
         others = torch.logaddexp(logs + math.log(1 - share), others + math.log(share))
     return (logs - others).masked_fill(logs.exp() == 0, 0)
 
 
 def parts(log_p: Tensor, log_q: Tensor, direction: str, beta: float) -> tuple[Tensor, Tensor]:
-    """The terms with the factor p, and the terms with the factor q."""
+    """The terms of the divergence with the factor p, and with the factor q."""
     mixed = direction == "js"
     of_p = log_p.exp() * ratios(log_p, log_q, beta if mixed else None)
     of_q = log_q.exp() * ratios(log_q, log_p, 1 - beta if mixed else None)
@@ -118,7 +118,7 @@ def reference(
     beta: float = 0.5,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """The formula, at least in float32."""
+    """The formula of the op, at least in float32."""
     student, teacher = layers(args, temperature)
     of_p, of_q = parts(student.logs, teacher.logs, direction, beta)
     return shaped((of_p + of_q).sum(-1), args[0], rows)
@@ -127,7 +127,7 @@ def reference(
 def slopes(
     student: Layer, teacher: Layer, temperature: float, direction: str, beta: float
 ) -> tuple[Tensor, Tensor]:
-    """The terms of the derivatives in both layers' logits, with the errors of all factors."""
+    """Absolute values of the derivatives in both layers' logits, with the errors of all factors."""
     log_p, log_q = student.logs, teacher.logs
     error_p, error_q = student.errors(temperature), teacher.errors(temperature)
     both = parts(log_p, log_q, direction, beta)
@@ -150,7 +150,7 @@ def magnitude(
     beta: float = 0.5,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """The terms, and the effect of the roundings of the logits."""
+    """The magnitude of the divergence, plus the effect of rounding the logits."""
     student, teacher = layers(args, temperature)
     both = slopes(student, teacher, temperature, direction, beta)
     return shaped((both[0] + both[1]).sum(-1), args[0], rows)
@@ -165,7 +165,7 @@ def gradient_terms(
     *,
     is_rounding: bool,
 ) -> Tensor:
-    """A function whose gradients are sums of absolute terms, as in the contract of the loss."""
+    """A function whose gradients sum absolute values, as in the contract of the loss."""
     with torch.no_grad():
         given = layers(args, temperature)
         pulls = slopes(*given, temperature, direction, beta)
@@ -181,7 +181,7 @@ def gradient_terms(
 
 
 def gradient_magnitude(*args: Any, **kwargs: Any) -> Tensor:
-    """The terms of the logits' gradient and of the products with it."""
+    """A function whose gradients sum the absolute values of the terms of all products."""
     return gradient_terms(args, **kwargs, is_rounding=False)
 
 
@@ -191,7 +191,7 @@ def output_sensitivity(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-    """Two layers whose logits have this shape."""
+    """A call of two layers whose logits have this shape."""
     x, weight, _ = linear.bench(device, dtype, shape).args
     y, weight_y, _ = linear.bench(device, dtype, shape).args
     return Sample("bench", (x, weight, y, weight_y), {})
@@ -200,7 +200,7 @@ def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> S
 def bench_variants(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 ) -> Iterator[tuple[str, Sample]]:
-    """The divergence from a mixture."""
+    """The benchmark call with the divergence from a mixture."""
     call = bench(device, dtype, shape)
     yield "js", Sample("bench", call.args, {"direction": "js"})
 
@@ -218,7 +218,7 @@ def backward_traffic(sample: Sample) -> Traffic:
 
 
 def invalid(device: torch.device) -> Iterator[Invalid]:
-    """Layers that do not match, numbers out of range."""
+    """Calls with layers that do not match, and with numbers out of range."""
     x, weight = torch.ones(2, 4, device=device), torch.ones(3, 4, device=device)
     y, weight_y = torch.ones(2, 5, device=device), torch.ones(3, 5, device=device)
     overload = torch.ops.torchkiln.linear_kl.default
@@ -258,7 +258,7 @@ LINEAR_KL = OpSpec(
     invalid=invalid,
     bench=bench,
     bench_variants=bench_variants,
-    # The gradient of x alone: forward computes it.
+    # Only the gradient of x is timed, which forward computes.
     timed=(0,),
     gradient_in_forward=True,
     large=None,

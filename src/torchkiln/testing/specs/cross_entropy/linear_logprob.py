@@ -30,7 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Shapes, then options, with and without a bias."""
+    """Calls with each shape, then with each option, with and without a bias."""
 
     def x(*shape: int) -> Tensor:
         return normal("x", shape, device, dtype)
@@ -55,7 +55,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def flat(logits: Tensor, target: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Any]:
-    """Capped logits and classes as rows, ignored unless they count, and the other options."""
+    """Capped logits and classes as rows, where uncounted rows are ignored; and other options."""
     options = {"ignore_index": -100, "temperature": 1.0, "entropy": False, **kwargs}
     softcap, counted = options.pop("softcap", None), options.pop("rows", None)
     rows = logits.reshape(-1, logits.shape[-1])
@@ -78,7 +78,7 @@ def shaped(found: Any, target: Tensor) -> Any:
 def reference(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, /, **kwargs: Any
 ) -> Any:
-    """The formula, at least in float32."""
+    """The formula of the op, at least in float32."""
     rows, classes, options = flat(product(x, weight, bias), target, kwargs)
     return shaped(whole.reference(rows, classes, **options), target)
 
@@ -86,7 +86,7 @@ def reference(
 def magnitude(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, /, **kwargs: Any
 ) -> Any:
-    """The terms of the results, and the effect of the roundings of the logits."""
+    """The magnitude of the results, plus the effect of rounding the logits."""
     rows, classes, options = flat(product(x, weight, bias), target, kwargs)
     z = whole.scaled(rows, classes, options["ignore_index"], options["temperature"])
     p, logs, of_row = whole.terms(z)
@@ -108,7 +108,7 @@ def gradient_terms(
     *,
     is_rounding: bool,
 ) -> Any:
-    """Functions whose gradients are sums of absolute terms, as in the contract of the loss."""
+    """Functions whose gradients sum absolute values, as in the contract of the loss."""
     with torch.no_grad():
         rows, classes, options = flat(product(x, weight, bias), target, kwargs)
         ignored, temperature = options["ignore_index"], options["temperature"]
@@ -126,7 +126,7 @@ def gradient_terms(
 def gradient_magnitude(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, /, **kwargs: Any
 ) -> Any:
-    """The terms of the logits' gradient and of the products with it."""
+    """A function whose gradients sum the absolute values of the terms of all products."""
     return gradient_terms(x, weight, target, bias, kwargs, is_rounding=False)
 
 
@@ -138,7 +138,7 @@ def output_sensitivity(
 
 
 def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-    """Both results of a layer whose logits have this shape."""
+    """A call for both results of a layer whose logits have this shape."""
     call = linear.bench(device, dtype, shape)
     return Sample("bench", call.args, {"entropy": True})
 
@@ -153,7 +153,7 @@ def bench_variants(
 
 
 def counted(sample: Sample) -> Sample:
-    """The call of the rows that count."""
+    """The call with only the rows that count."""
     rows = sample.kwargs.get("rows")
     return sample if rows is None else sample.substitute(0, sample.args[0][: rows.numel()])
 
@@ -164,12 +164,12 @@ def traffic(sample: Sample) -> Traffic:
 
 
 def backward_traffic(sample: Sample) -> Traffic:
-    """Reads both, writes their gradients."""
+    """Reads the rows that count and the weight, writes their gradients."""
     return linear.backward_traffic(counted(sample))
 
 
 def invalid(device: torch.device) -> Iterator[Invalid]:
-    """Targets and rows that do not match x, numbers out of range."""
+    """Calls with targets or rows that do not match x, and with numbers out of range."""
     x, weight = torch.ones(2, 4, device=device), torch.ones(3, 4, device=device)
     target = torch.tensor([1, 2], device=device)
     overload = torch.ops.torchkiln.linear_logprob.default

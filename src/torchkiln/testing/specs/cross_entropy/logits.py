@@ -51,14 +51,14 @@ def classes(logits: Tensor, ignored: int | None = None) -> Tensor:
 
 
 def probabilities(logits: Tensor) -> Tensor:
-    """A distribution for each row."""
+    """Random target probabilities for each row."""
     dim = 0 if logits.dim() == 1 else 1
     other = normal("target", logits.shape, logits.device, torch.float64)
     return torch.softmax(other, dim).to(logits.dtype)
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Shapes, then options, for classes and for probabilities."""
+    """Calls with each shape, then with each option, for classes and for probabilities."""
 
     def logits(*shape: int) -> Tensor:
         return 2 * normal("logits", shape, device, dtype)
@@ -95,7 +95,7 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         yield Sample(
             f"to {out}, none", (x, probabilities(x)), {"loss_dtype": out, "reduction": "none"}
         )
-    # More elements than samples for opcheck, which reports NaN as a difference.
+    # Too large for opcheck, which reports NaN as a difference.
     yield Sample("all ignored", (x, torch.full_like(classes(x), -100)), {"label_smoothing": 0.1})
 
 
@@ -157,7 +157,7 @@ def terms(logits: Tensor, target: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor
 
 
 def magnitude(logits: Tensor, target: Tensor, *, z_loss: float = 0.0, **kwargs: Any) -> Tensor:
-    """The terms of the result: logits, logarithms of sums, and the sum over the rows."""
+    """The magnitude of the loss: of logits, of log-sum-exps, and of the sum over the rows."""
     share, row = terms(logits, target, **kwargs)
     classes = logits.movedim(0 if logits.dim() == 1 else 1, -1).abs()
     classes = classes.where(classes.isfinite(), 0)  # -inf among finite logits adds nothing
@@ -167,7 +167,7 @@ def magnitude(logits: Tensor, target: Tensor, *, z_loss: float = 0.0, **kwargs: 
 
 
 def pull(logits: Tensor, target: Tensor, errors: Tensor | float = 0.0, **kwargs: Any) -> Tensor:
-    """The terms of the gradient of each row's logits, with the classes last.
+    """The sum of the absolute terms of each logit's gradient, with the classes last.
 
     ``errors`` are the errors of the logits of each row, in the unit of the terms.
     """
@@ -181,13 +181,13 @@ def pull(logits: Tensor, target: Tensor, errors: Tensor | float = 0.0, **kwargs:
 
 
 def sizes(logits: Tensor) -> Tensor:
-    """The terms of each ``logits - lse``, with the classes last."""
+    """``|logits| + |lse|`` of each element, with the classes last."""
     dim = 0 if logits.dim() == 1 else 1
     return log_sum_exp(logits).abs().unsqueeze(-1) + logits.movedim(dim, -1).abs()
 
 
 def gradient_magnitude(logits: Tensor, target: Tensor, **kwargs: Any) -> Tensor:
-    """A function whose gradients are the sums of the absolute values of the terms."""
+    """A function whose gradients are the op's, with the absolute values of all terms."""
     dim = 0 if logits.dim() == 1 else 1
     own = pull(logits, target, **kwargs)
     kwargs.pop("z_loss", None)
@@ -199,7 +199,7 @@ def gradient_magnitude(logits: Tensor, target: Tensor, **kwargs: Any) -> Tensor:
 
 
 def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-    """A class for each row of a matrix."""
+    """A call with a class for each row of a matrix."""
     logits = torch.randn(shape, device=device, dtype=dtype)
     return Sample("bench", (logits, torch.randint(shape[1], shape[:1], device=device)))
 
@@ -217,13 +217,13 @@ def backward_traffic(sample: Sample) -> Traffic:
 
 
 def module(device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """A module with weights."""
+    """A loss module with class weights."""
     weight = normal("weight", (10,), device, dtype).abs() + 0.1
     return torchkiln.nn.CrossEntropyLoss(weight, label_smoothing=0.1, z_loss=0.01)
 
 
 def invalid(device: torch.device) -> Iterator[Invalid]:
-    """Targets and weights that do not match the logits, numbers out of range."""
+    """Calls with targets or weights that do not match the logits, and with numbers out of range."""
     x, target = torch.ones(2, 4, device=device), torch.tensor([1, 3], device=device)
     good = GoodCall(torch.ops.torchkiln.cross_entropy.default, Sample("good", (x, target)))
     words = "[classes], [rows, classes] or [rows, classes, ...]"
@@ -245,7 +245,7 @@ def invalid(device: torch.device) -> Iterator[Invalid]:
 
 
 def wrong_targets(good: GoodCall) -> Iterator[Invalid]:
-    """Shapes of classes and of probabilities."""
+    """Calls with targets of wrong shapes: classes and probabilities."""
     x = good["logits"]
     images = x.unsqueeze(-1).expand(2, 4, 3)
     for logits, shape in ((x, (3,)), (x, (2, 1)), (x, ()), (x, (2, 4)), (images, (2, 4))):

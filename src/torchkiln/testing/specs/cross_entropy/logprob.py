@@ -40,7 +40,7 @@ def classes(logits: Tensor, ignored: int | None = None) -> Tensor:
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Shapes, then options. Without the entropy the op has an empty result, the function none."""
+    """Calls with each shape, then with each option; one without the entropy."""
 
     def logits(*shape: int) -> Tensor:
         return 2 * normal("logits", shape, device, dtype)
@@ -72,7 +72,7 @@ def both(rows: tuple[Tensor, Tensor], target: Tensor, ignored: int, entropy: boo
 
 
 def own(values: Tensor, target: Tensor, ignored: int) -> Tensor:
-    """The number of the target's class of each row."""
+    """The value at each row's target class."""
     at = target.masked_fill(target == ignored, 0).unsqueeze(-1)
     return values.gather(-1, at).squeeze(-1)
 
@@ -93,14 +93,14 @@ def reference(
     ignore_index: int = -100,
     entropy: bool = False,
 ) -> Any:
-    """The formula, at least in float32."""
+    """The formula of the op, at least in float32."""
     z = scaled(logits, target, ignore_index, temperature)
     logp = own(torch.log_softmax(z, -1), target, ignore_index)
     return both((logp, terms(z)[2]), target, ignore_index, entropy)
 
 
 def sizes(z: Tensor) -> Tensor:
-    """The terms of each ``z - lse``."""
+    """``|z| + |lse|`` of each element, without infinite z."""
     absolute = z.abs().masked_fill(z.isinf(), 0)
     return absolute + torch.logsumexp(z, -1, keepdim=True).abs()
 
@@ -113,7 +113,7 @@ def magnitude(
     ignore_index: int = -100,
     entropy: bool = False,
 ) -> Any:
-    """The terms of the logarithm, and of the entropy with the errors of its probabilities."""
+    """The magnitudes of the logarithm, and of the entropy with the errors of its probabilities."""
     z = scaled(logits, target, ignore_index, temperature)
     p, logs, of_row = terms(z)
     size = sizes(z)
@@ -130,7 +130,7 @@ def gradient_magnitude(
     ignore_index: int = -100,
     entropy: bool = False,
 ) -> Any:
-    """Functions whose gradients are the sums of the absolute values of the terms."""
+    """Functions whose gradients are the op's, with the absolute values of all terms."""
     z = scaled(logits, target, ignore_index, temperature)
     of_logp, of_entropy = pulls(z, target, ignore_index)
     rows = ((z * of_logp).sum(-1), (z * of_entropy).sum(-1))
@@ -140,7 +140,7 @@ def gradient_magnitude(
 def pulls(
     z: Tensor, target: Tensor, ignored: int, errors: Tensor | float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """The terms of the gradients of both results; ``errors`` of ``z`` in the unit of the terms."""
+    """Sums of absolute terms of both results' gradients; ``errors`` of ``z`` have the same unit."""
     with torch.no_grad():
         p, logs, of_row = terms(z)
         moved = p * (1 + sizes(z) + errors)
@@ -150,7 +150,7 @@ def pulls(
 
 
 def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-    """Both results of a matrix of logits."""
+    """A call for both results of a matrix of logits."""
     logits = torch.randn(shape, device=device, dtype=dtype)
     target = torch.randint(shape[1], shape[:1], device=device)
     return Sample("bench", (logits, target), {"entropy": True})
@@ -169,7 +169,7 @@ def backward_traffic(sample: Sample) -> Traffic:
 
 
 def invalid(device: torch.device) -> Iterator[Invalid]:
-    """Targets that do not match the logits, temperatures out of range."""
+    """Calls with targets that do not match the logits, and with temperatures out of range."""
     x, target = torch.ones(2, 4, device=device), torch.tensor([1, 3], device=device)
     good = GoodCall(torch.ops.torchkiln.logprob.default, Sample("good", (x, target)))
     words = "logits: got a 0-dimensional tensor, expected at least 1 dimension"
@@ -181,7 +181,7 @@ def invalid(device: torch.device) -> Iterator[Invalid]:
 
 
 def wrong_targets(good: GoodCall, name: str, x: Tensor) -> Iterator[Invalid]:
-    """Other dtypes and shapes of a target of two rows."""
+    """Calls with targets of other dtypes and shapes, for two rows."""
     target = torch.zeros(2, dtype=torch.int64, device=x.device)
     for dtype in (torch.int32, torch.float32):
         words = f"target: got dtype {name_of(dtype)}, expected int64, of classes"
@@ -193,7 +193,7 @@ def wrong_targets(good: GoodCall, name: str, x: Tensor) -> Iterator[Invalid]:
 
 
 def wrong_temperatures(good: GoodCall) -> Iterator[Invalid]:
-    """Numbers that cannot divide logits."""
+    """Calls with numbers that cannot divide logits."""
     for temperature in (0.0, -1.0, math.inf, math.nan):
         words = f"temperature: got {temperature:g}, expected a finite number greater than 0"
         yield good.changed(words, ValueError, temperature=temperature)

@@ -44,7 +44,7 @@ def of_linear(
     accuracy: bool = False,
     **options: Any,
 ) -> Any:
-    """The function of a linear layer's input, with every metric that the call has."""
+    """linear_cross_entropy that also returns the z-loss and, if requested, the accuracy."""
     options |= {"linear_bias": linear_bias, "return_z_loss": True, "return_accuracy": accuracy}
     return torchkiln.linear_cross_entropy(x, weight, target, **options)
 
@@ -77,7 +77,7 @@ def options_of(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def logits_reference(x: Tensor, target: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
-    """The formula."""
+    """The formula of the op in plain torch."""
     options = options_of(kwargs)
     loss = logits.reference(x, target, **options)
     z, accuracy = metrics(x.detach(), target, **options)
@@ -91,7 +91,7 @@ def logits_composite(x: Tensor, target: Tensor, **kwargs: Any) -> tuple[Tensor, 
 
 
 def with_terms(terms: Function, reference: Function, *args: Any, **kwargs: Any) -> Three:
-    """The terms of the loss and of the z-loss, and the accuracy itself."""
+    """The magnitudes of the loss and of the z-loss, and the accuracy itself."""
     kwargs = {name: value for name, value in kwargs.items() if name != "accuracy"}
     with torch.no_grad():
         _, z, accuracy = reference(*args, **kwargs)
@@ -102,7 +102,7 @@ def with_terms(terms: Function, reference: Function, *args: Any, **kwargs: Any) 
 def linear_reference(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, /, **kwargs: Any
 ) -> tuple[Tensor, ...]:
-    """The formula, in a wider dtype if the loss has one."""
+    """The formula of the op in plain torch, in a wider dtype if the loss has one."""
     result = kwargs.get("result") or x.dtype
     whole = linear.product(x, weight, bias).to(torch.promote_types(x.dtype, result))
     kwargs = {k: v for k, v in kwargs.items() if k not in ("accuracy", "result")}

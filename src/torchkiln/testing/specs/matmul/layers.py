@@ -49,7 +49,7 @@ def absolute_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def matmul_bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-    """A matrix times a square matrix."""
+    """A call with a matrix and a square matrix."""
     sizes = (shape, (shape[1], shape[1]))
     return Sample("bench", tuple(torch.randn(s, device=device, dtype=dtype) for s in sizes))
 
@@ -61,7 +61,7 @@ def products(a: Tensor, b: Tensor) -> tuple[int, int]:
 
 
 def matmul_invalid(device: torch.device) -> Iterator[Invalid]:
-    """Shapes whose product is not defined."""
+    """Calls with shapes whose product is not defined."""
     a, b = torch.ones(2, 4, device=device), torch.ones(4, 3, device=device)
     good = GoodCall(torch.ops.torchkiln.matmul.default, Sample("good", (a, b)))
     yield good.changed(f"a: {FLAT}; multiply with *", a=a[0, 0])
@@ -85,7 +85,7 @@ def wide(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def matmul_large(device: torch.device) -> Sample:
-    """A product of more than 2**31 elements."""
+    """A call whose product has more than 2**31 elements."""
     a, b = wide(device)
     return Sample("large", (a, b.T))
 
@@ -101,7 +101,7 @@ def linear_sample(
     has_bias: bool = True,
     has_residual: bool = False,
 ) -> Sample:
-    """A call of ``features`` outputs."""
+    """A call of a layer with ``features`` outputs."""
     terms = x.shape[-1]
     weight = normal("weight", (features, terms), x.device, torch.float64) / max(terms, 1) ** 0.5
     bias = normal("bias", (features,), x.device, bias_dtype or x.dtype) if has_bias else None
@@ -112,7 +112,7 @@ def linear_sample(
 
 
 def linear_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Every activation, with and without a residual; every shape; scales, mixed dtypes."""
+    """Calls with each activation, with and without a residual; each shape; scales, mixed dtypes."""
     x = normal("x", (6, 10), device, dtype)
     acts = ["gelu", *(act for act in FORMULAS if act != "gelu")]
     for act in acts:
@@ -178,14 +178,14 @@ def linear_composite(*args: Any) -> Tensor:
 
 
 def linear_reference(*args: Any) -> Tensor:
-    """The formula."""
+    """The formula of the op in plain torch."""
     call = Call(*args)
     y = FORMULAS[call.act].exact(call.preactivation)
     return y if call.residual is None else y + call.residual
 
 
 def linear_magnitude(*args: Any) -> Tensor:
-    """The terms of the sums, amplified by the activation, and of the residual."""
+    """The magnitude of the sums, amplified by the activation, plus |residual|."""
     call = Call(*args)
     terms = amplified(call.act, call.terms)
     return terms if call.residual is None else terms + call.residual.abs()
@@ -199,7 +199,7 @@ def linear_intermediate_sensitivity(*args: Any) -> Tensor:
 
 
 def linear_gradient_magnitude(*args: Any) -> Tensor:
-    """Terms of the sums and of the activation, and the effect of rounding on its derivative."""
+    """A function whose gradients sum absolute values, with the effect of a rounded argument."""
     call = Call(*args)
     formula = FORMULAS[call.act]
     terms = call.terms
@@ -210,14 +210,14 @@ def linear_gradient_magnitude(*args: Any) -> Tensor:
 
 
 def linear_bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-    """A layer as wide as its input, with gelu."""
+    """A call of a layer as wide as its input, with gelu."""
     x, weight = matmul_bench(device, dtype, shape).args
     bias = torch.randn(shape[1:], device=device, dtype=dtype)
     return Sample("bench", (x, weight / shape[1] ** 0.5, bias, "gelu"))
 
 
 def linear_large(device: torch.device) -> Sample:
-    """A layer with more than 2**31 outputs."""
+    """A call of a layer with more than 2**31 outputs."""
     x, weight = wide(device)
     return Sample("large", (x, weight, None, "relu"))
 
@@ -230,7 +230,7 @@ def linear_backward_traffic(sample: Sample) -> Traffic:
 
 
 def linear_invalid(device: torch.device) -> Iterator[Invalid]:
-    """Shapes that do not match."""
+    """Calls with shapes that do not match."""
     x, weight = torch.ones(2, 4, device=device), torch.ones(3, 4, device=device)
     good = GoodCall(torch.ops.torchkiln.linear.default, Sample("good", (x, weight)))
     yield good.changed(f"x: {FLAT}", x=x[0, 0])

@@ -33,7 +33,7 @@ GATES = ("silu", "gelu", "gelu_tanh")
 def call(
     name: str, x: Tensor, hidden: int, out: int, *options: str, has_bias: bool, halves: int
 ) -> Sample:
-    """A call with weights of size 1 per row."""
+    """A call with weights whose rows have a length of about 1."""
     device, dtype, terms = x.device, x.dtype, x.shape[-1]
     up = normal("up", (halves * hidden, terms), device, torch.float64) / max(terms, 1) ** 0.5
     down = normal("down", (out, hidden), device, torch.float64) / max(hidden, 1) ** 0.5
@@ -47,7 +47,7 @@ def call(
 def inputs(
     acts: tuple[str, ...], halves: int, device: torch.device, dtype: torch.dtype
 ) -> Iterator[Sample]:
-    """Every activation, then every shape; successive calls alternate the values of ``save``."""
+    """Calls with each activation, then each shape; they alternate the values of ``save``."""
     x = normal("x", (6, 10), device, dtype)
     turns = ("preact", "none")
     for i, act in enumerate(acts):
@@ -75,7 +75,7 @@ class Hidden(NamedTuple):
 
 
 def argument(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The argument of the activation, its terms, and a function linear in x, weight and bias."""
+    """The argument of the activation, its magnitude, and a function linear in all arguments."""
     factor = steps(x.shape[-1])
     with torch.no_grad():
         value = F.linear(x, weight, bias)
@@ -114,7 +114,7 @@ class Kind(NamedTuple):
 
     hidden: Callable[..., Hidden]
     value: Callable[[str, Tensor], Tensor]
-    """Torch's functions."""
+    """The activation or the gate by torch's functions."""
     exact: Callable[[str, Tensor], Tensor]
     act: str
     halves: int
@@ -125,7 +125,7 @@ class Kind(NamedTuple):
         return (*args, *defaults[len(args) - 3 :])[:6]
 
     def reference(self, *args: Any) -> Tensor:
-        """The formula."""
+        """The formula of the op in plain torch."""
         x, up, down, up_bias, down_bias, act = self.arguments(args)
         return F.linear(self.exact(act, F.linear(x, up, up_bias)), down, down_bias)
 
@@ -135,7 +135,7 @@ class Kind(NamedTuple):
         return F.linear(self.value(act, F.linear(x, up, up_bias)), down, down_bias)
 
     def magnitude(self, *args: Any) -> Tensor:
-        """The terms of both products."""
+        """The magnitude of the output, from both products."""
         x, up, down, up_bias, down_bias, act = self.arguments(args)
         hidden = self.hidden(x, up, up_bias, act)
         terms = F.linear(hidden.terms, down.abs()) * steps(down.shape[1])
@@ -147,7 +147,7 @@ class Kind(NamedTuple):
         return F.linear(self.hidden(x, up, up_bias, act).moved, down.abs())
 
     def gradient_magnitude(self, *args: Any) -> Tensor:
-        """A function whose gradients are the sums of the absolute values of the terms."""
+        """A function whose gradients are the op's, with the absolute values of all terms."""
         x, up, down, up_bias, down_bias, act = self.arguments(args)
         hidden = self.hidden(x, up, up_bias, act)
         of_down = F.linear(hidden.terms.detach(), down, down_bias)
@@ -155,7 +155,7 @@ class Kind(NamedTuple):
         return (of_down + of_up) * steps(max(*down.shape, 1))
 
     def bench(self, device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> Sample:
-        """A layer of a transformer: 4 hidden features for each of x, or 8/3 with a gate."""
+        """A call as in a transformer: 4 hidden features for each of x, or 8/3 with a gate."""
         rows, columns = shape
         hidden = 4 * columns if self.halves == 1 else -(-8 * columns // (3 * 64)) * 64
         sizes = ((rows, columns), (self.halves * hidden, columns), (columns, hidden))
@@ -185,13 +185,13 @@ def backward_traffic(sample: Sample) -> Traffic:
 
 
 def halves_of(act: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
-    """A gate."""
+    """``act`` of the first half, times the second half."""
     gate, up = z.chunk(2, -1)
     return act(gate) * up
 
 
 def activated(act: str, z: Tensor) -> Tensor:
-    """Torch's activation."""
+    """The activation by torch's function."""
     return FORMULAS[act].value(z)
 
 
@@ -212,7 +212,7 @@ def gate_rounded_once(act: str, z: Tensor) -> Tensor:
 
 
 def invalid(name: str, device: torch.device) -> Iterator[Invalid]:
-    """Weights that do not match."""
+    """Calls with weights that do not match."""
     up_name = "up_weight" if name == "mlp" else "gate_up_weight"
     x, up = torch.ones(2, 4, device=device), torch.ones(6, 4, device=device)
     hidden = 6 if name == "mlp" else 3

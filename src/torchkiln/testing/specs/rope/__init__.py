@@ -1,4 +1,4 @@
-"""The contracts of the rotary embedding: alone, and of a packed projection and its cache."""
+"""The contracts of the rotary embedding, and of a packed projection and its cache."""
 
 from torchkiln.testing.forms import with_forms
 from torchkiln.testing.specs.rope import mask, qkv

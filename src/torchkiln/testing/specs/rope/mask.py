@@ -19,7 +19,7 @@ def cache_mask(positions: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 
 
 def reference(positions: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """0 for keys up to the place of a token, else -infinity; with batches a size of 1 for heads."""
+    """0 for keys up to a token's position, else -infinity; batches get a size of 1 for heads."""
     hidden = torch.arange(length, device=positions.device) > positions.unsqueeze(-1)
     mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
     mask = mask.masked_fill(hidden, -torch.inf)
@@ -27,12 +27,12 @@ def reference(positions: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 
 
 def magnitude(positions: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """No element is rounded."""
+    """Zeros, because no element is rounded."""
     return torch.zeros_like(reference(positions, length, dtype))
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Places before, inside of and after the cache, and calls without tokens."""
+    """Calls with positions before, inside of and after the cache, and without tokens."""
     places = torch.tensor([[0, 3, 8, 2**40], [-1, 1, 2, -(2**40)]], device=device)
     yield Sample("typical", (places, 9, dtype))
     yield Sample("no batch", (places[0], 16, dtype))
@@ -43,7 +43,7 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def invalid(device: torch.device) -> Iterator[Invalid]:
-    """Positions that are no integers or of a wrong rank, and wrong lengths and dtypes."""
+    """Calls with positions of a wrong dtype or rank, and with wrong lengths and dtypes."""
     at = torch.tensor([1, 2], device=device)
     good = GoodCall(
         torch.ops.torchkiln._cache_mask.default,

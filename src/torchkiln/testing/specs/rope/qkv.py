@@ -114,7 +114,8 @@ class Projection:
         weight = self.weights[index]
         if weight is None:
             return 1.0
-        return weight.reshape(-1, 1, self.q.shape[-1]) + self.offset  # one for all heads, or each
+        # the weight of all heads, or a row per head
+        return weight.reshape(-1, 1, self.q.shape[-1]) + self.offset
 
     def rstd(self, x: Tensor) -> Tensor | float:
         """The factor that normalizes heads."""
@@ -135,19 +136,19 @@ class Projection:
 
 
 def qkv_reference(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """The formula."""
+    """The formula of the op in plain torch."""
     p = Projection(*args, **kwargs)
     return p.results(reference, p.normalized(p.q, 0), p.normalized(p.k, 1), p.v)
 
 
 def qkv_magnitude(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """The terms of each element, times 3 for the rounding errors of the norm."""
+    """The magnitude of each element, times 3 for the rounding errors of the norm."""
     p = Projection(*args, **kwargs)
     return p.results(magnitude, 3 * p.normalized(p.q, 0), 3 * p.normalized(p.k, 1), p.v.abs())
 
 
 def qkv_gradient_magnitude(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """A function whose gradients are the terms: |d| + |n| mean |d n|, for d the gradient of n."""
+    """A function whose gradients are |d| + |n| mean |d n|, for d the gradient of n."""
     p = Projection(*args, **kwargs)
 
     def normalized(x: Tensor, index: int) -> Tensor:
@@ -169,7 +170,7 @@ def qkv_gradient_magnitude(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
 def qkv_bench(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, int], norm: str = "head"
 ) -> Sample:
-    """A projection with 4 query heads per key head, and float32 factors."""
+    """A call with a projection of 4 query heads per key head, and float32 cos and sin."""
     tokens, elements = shape
     heads = max(elements // HEAD_DIM, 1)
     few = max(heads // 4, 1)
@@ -185,12 +186,12 @@ def qkv_bench(
 def qkv_bench_variants(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 ) -> Iterator[tuple[str, Sample]]:
-    """A variant with one norm over all heads of the queries, and one over all heads of the keys."""
+    """The benchmark call with one norm over all heads of queries, and one of keys."""
     yield "all heads", qkv_bench(device, dtype, shape, "all")
 
 
 def qkv_large(device: torch.device) -> Sample:
-    """Queries of more than 2**31 elements, one token per batch."""
+    """A call with queries of more than 2**31 elements, one token per batch."""
     batch, heads = 2**18 + 1, 65
     row = cycle((heads + 2) * HEAD_DIM, 251, device)
     steps = cycle(batch, 241, device) + 1
@@ -214,7 +215,7 @@ def qkv_backward_traffic(sample: Sample) -> Traffic:
 
 
 def qkv_invalid(device: torch.device) -> Iterator[Invalid]:
-    """Numbers of heads that do not divide the projection, weights without a norm."""
+    """Calls with numbers of heads that do not divide the projection, or weights but no norm."""
     x, table = torch.ones(2, 4, 40, device=device), torch.ones(4, 4, device=device)
     row = torch.ones(8, device=device)
     args = (x, table, table, row, row, 3, 1)
@@ -237,7 +238,7 @@ def qkv_invalid(device: torch.device) -> Iterator[Invalid]:
 
 
 FILL = 7.0
-"""The elements of a cache before the call."""
+"""The value of all cache elements before the call."""
 
 
 def new_cache(given: Given) -> Tensor:
@@ -259,7 +260,7 @@ def fill_cache(*, keys: Tensor, values: Tensor, **given: Any) -> tuple[Tensor, .
 
 
 def filled(function: Callable[..., tuple[Tensor, ...]], *args: Any, **kwargs: Any) -> Any:
-    """The results of a function that returns keys and values, with these in new caches."""
+    """The results of a function that returns keys and values, with both in new caches."""
     names = ("qkv", "cos", "sin", "q_weight", "k_weight", "num_heads", "num_kv_heads")
     given = {**dict(zip(names, args, strict=True)), **kwargs}
     q, *rows = function(*args, **kwargs)
@@ -302,7 +303,7 @@ def with_cache(parent: OpSpec) -> OpSpec:
 
 
 PLACES = torch.tensor([[4, 0, 2, 10], [10, 3, 1, 9]])
-"""A different place for each token of a sequence, not ascending."""
+"""A different position in the cache for each token of a sequence, not ascending."""
 
 QKV_NORM_ROPE = OpSpec(
     op=torchkiln.qkv_norm_rope,
@@ -310,7 +311,7 @@ QKV_NORM_ROPE = OpSpec(
     magnitude=qkv_magnitude,
     gradient_magnitude=qkv_gradient_magnitude,
     inputs=qkv_inputs,
-    differentiable=(0, 3, 4),  # cos and sin: tests/ops/test_qkv_norm_rope.py
+    differentiable=(0, 3, 4),  # tests/ops/test_qkv_norm_rope.py tests cos and sin
     refusals=Refusals(
         parameters=dict.fromkeys(("cos", "q_weight", "k_weight"), "qkv"),
         like={"sin": "cos"},

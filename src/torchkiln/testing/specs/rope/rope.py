@@ -1,4 +1,4 @@
-"""The contract of the rotary embedding alone."""
+"""The contract of the rotary embedding of queries and keys."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def call(
 
 
 def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Both layouts and pairings, head sizes with every vector tail, tables, parts of heads."""
+    """Calls with both layouts and pairings, head sizes with each tail, tables, partial heads."""
 
     def sample(name: str, q: tuple[int, ...], **rest: Any) -> Sample:
         return call(name, q, device, dtype, **rest)
@@ -108,7 +108,7 @@ class Arguments:
 
 
 def reference(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """The formula."""
+    """The formula of the op in plain torch."""
     given = Arguments(*args, **kwargs)
 
     def rotated(x: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def reference(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
 
 
 def magnitude(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """The terms of each element."""
+    """The magnitude of each element's terms, to which its rounding error is proportional."""
     given = Arguments(*args, **kwargs)
     cos, sin = given.cos.abs(), given.sin.abs()
 
@@ -131,7 +131,7 @@ def magnitude(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
 
 
 def gradient_magnitude(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """A function whose gradients are the sums of the absolute values of the terms."""
+    """A function whose gradients are the op's, with the absolute values of all terms."""
     given = Arguments(*args, **kwargs)
     cos, sin = given.cos, given.sin
 
@@ -162,7 +162,7 @@ def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> S
 
 
 def large(device: torch.device) -> Sample:
-    """Queries of more than 2**31 elements that repeat one row of heads."""
+    """A call with queries of more than 2**31 elements that repeat one row of heads."""
     tokens, heads = 2**18 + 1, 65
     row = cycle(heads * HEAD_DIM, 251, device).view(1, heads, HEAD_DIM)
     steps = cycle(tokens, 241, device).view(tokens, 1, 1)
@@ -179,7 +179,7 @@ def traffic(sample: Sample) -> Traffic:
 
 
 def invalid(device: torch.device) -> Iterator[Invalid]:
-    """Shapes that do not fit q, and options out of range."""
+    """Calls with shapes that do not fit q, and with options out of range."""
     x, table = torch.ones(2, 3, 4, 8, device=device), torch.ones(4, 4, device=device)
     good = GoodCall(torch.ops.torchkiln.rope.default, Sample("good", (x, x, table, table)))
     words = "expected 3 or 4 dimensions, the last of which is that of a head"
