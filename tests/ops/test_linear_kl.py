@@ -229,10 +229,12 @@ def test_forward_differentiates_for_x_alone() -> None:
 def test_a_state_of_another_dtype_is_refused() -> None:
     given = layers(3, 5, torch.device("cpu"), torch.float64)
     args = [*given.values(), 1.0, "forward", 0.5, None]
-    found, state, _ = torch.ops.torchkiln._linear_kl_forward(*args, False)
+    found, state, _ = torch.ops.torchkiln._linear_kl_forward(*args, None, False)
     for kept, words in ((state.float(), "float32"), (state[:-1], r"shape \[17\]")):
         with pytest.raises(RuntimeError, match=f"state: got .*{words}"):
             torch.ops.torchkiln._linear_kl_backward(*args, found, kept, [True, True, True])
+        with pytest.raises(RuntimeError, match=f"state: got .*{words}"):
+            torch.ops.torchkiln._linear_kl_forward(*args, kept, False)
 
 
 def test_the_module_has_two_layers(device: torch.device) -> None:
