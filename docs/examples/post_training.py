@@ -7,6 +7,9 @@ sequence, or means where a recipe says so.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -98,3 +101,57 @@ def on_policy_distillation(logp: Tensor, teacher: Tensor, mask: Tensor) -> Tenso
     """Has the expected gradient of the reverse KL, for tokens that the student has drawn."""
     gap = (logp - teacher).detach()
     return mean(gap * logp, mask).mean()
+
+
+def like(x: Tensor, other: Tensor | None) -> Any:
+    """The other tensor in the dtype of ``x``."""
+    return None if other is None else other.to(x.dtype)
+
+
+def trl_logprob(trls: Callable[..., Any]) -> Callable[..., Any]:
+    """Takes the place of ``trls``, the ``apply`` of TRL's ChunkedLogProbFunction."""
+
+    def apply(*args: Any) -> Any:
+        x, weight, bias, target, temperature, _, softcap, scale, outputs = args
+        if not {"log_probs", "entropy"}.issuperset(outputs):
+            return trls(*args)
+        # The scale multiplies the logits before the softcap.
+        options = {"temperature": temperature / scale, "softcap": softcap and softcap / scale}
+        head = (like(x, weight), target, like(x, bias))
+        logp, entropy = torchkiln.linear_logprob(x, *head, entropy=True, **options)
+        return logp, entropy if "entropy" in outputs else None, None, None, None
+
+    return apply
+
+
+def trl_divergence(trls: Callable[..., Any]) -> Callable[..., Any]:
+    """Takes the place of ``trls``, the ``apply`` of TRL's ChunkedDivergenceFunction."""
+
+    def apply(*args: Any) -> Any:
+        (x, weight, bias, *teacher), (beta, temperature, *changes) = args[:6], args[6:]
+        if changes != [1, None, 1, None]:  # scales and softcaps
+            return trls(*args)
+        weight, bias = like(x, weight), like(x, bias)
+        y, weight_y, bias_y = (like(x, t if t is None else t.detach()) for t in teacher)
+        kind: Any = {0: "forward", 1: "reverse"}.get(beta, "js")
+        layers, hot = (x, weight, y, weight_y, bias, bias_y), {"temperature": temperature}
+        found = torchkiln.linear_kl(*layers, direction=kind, beta=beta, **hot)
+        with torch.no_grad():  # the entropy is a metric
+            target = torch.zeros_like(found, dtype=torch.int64)
+            return found, torchkiln.linear_logprob(x, weight, target, bias, entropy=True, **hot)[1]
+
+    return apply
+
+
+def verl_logprob(
+    _module: Any,
+    hidden_states: Tensor,
+    vocab_weights: Tensor,
+    input_ids: Tensor,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Takes the place of the ``forward`` of verl's FusedLinearForPPO."""
+    weight, target = like(hidden_states, vocab_weights), input_ids.to(torch.int64)
+    return torchkiln.linear_logprob(
+        hidden_states, weight, target, temperature=temperature, entropy=True
+    )

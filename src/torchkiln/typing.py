@@ -8,6 +8,7 @@ __all__ = [
     "Activation",
     "BuildInfo",
     "Device",
+    "Direction",
     "Gate",
     "Head",
     "Kind",
@@ -43,6 +44,9 @@ Saved: TypeAlias = Literal["preact", "none"]
 
 Reduction: TypeAlias = Literal["none", "mean", "sum"]
 """Reductions of losses."""
+
+Direction: TypeAlias = Literal["forward", "reverse", "js"]
+"""Divergences, as for :func:`torchkiln.linear_kl`."""
 
 Kind: TypeAlias = Literal[
     "norm",

@@ -320,6 +320,11 @@ for call, expected in (
         (logp + entropy).sum().backward()
     assert [forward.get_total_counts(), backward.get_total_counts()] == expected
 
+with torch.autocast(device, dtype=torch.bfloat16):
+    found = vocab_parallel_linear_logprob(x.float(), weight.float(), target)
+expected = vocab_parallel_linear_logprob(x.bfloat16(), weight.bfloat16(), target)
+assert found.dtype == torch.float32 and torch.equal(found, expected)
+
 refused = [
     (lambda: vocab_parallel_logprob(normal(3, 8), torch.arange(2)), "a class, counted over all"),
     (lambda: vocab_parallel_logprob(normal(3, 8), torch.arange(3), temperature=0.0), "temperature"),

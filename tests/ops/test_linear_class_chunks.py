@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_cross_entropy_memory import peak_bytes
-from test_linear_kl import Direction
 from test_linear_kl import formula as divergence
 from test_logprob import formula as logprob
 from torch import Tensor
 
 import torchkiln
 from torchkiln.testing.specs.cross_entropy import LINEAR_CROSS_ENTROPY
+from torchkiln.typing import Direction
 
 DIFFERENT, COPIES, CLASSES, FEATURES = 33, 256, 16651, 6
 ROWS = DIFFERENT * COPIES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ from test_logprob import logits_of
 from torch import Tensor
 
 import torchkiln
+from torchkiln.typing import Direction
 
-Direction = Literal["forward", "reverse", "js"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "reverse", "js")
 
 
@@ -229,10 +229,36 @@ def test_forward_differentiates_for_x_alone() -> None:
 def test_a_state_of_another_dtype_is_refused() -> None:
     given = layers(3, 5, torch.device("cpu"), torch.float64)
     args = [*given.values(), 1.0, "forward", 0.5, None]
-    found, state, _ = torch.ops.torchkiln._linear_kl_forward(*args, False)
+    found, state, _ = torch.ops.torchkiln._linear_kl_forward(*args, None, False)
     for kept, words in ((state.float(), "float32"), (state[:-1], r"shape \[17\]")):
         with pytest.raises(RuntimeError, match=f"state: got .*{words}"):
             torch.ops.torchkiln._linear_kl_backward(*args, found, kept, [True, True, True])
+        with pytest.raises(RuntimeError, match=f"state: got .*{words}"):
+            torch.ops.torchkiln._linear_kl_forward(*args, kept, False)
+
+
+def test_the_module_has_two_layers(device: torch.device) -> None:
+    """The heads of two models can take their places; the teacher's has no gradient."""
+    module = torchkiln.nn.LinearKL(
+        6, 9, True, teacher_features=4, temperature=1.3, direction="js", beta=0.3, device=device
+    )
+    student, teacher = module.linear, module.teacher
+    given = layers(7, 9, device, torch.float32)
+    mask = torch.arange(7, device=device) % 3 > 0
+    found = module(given["x"], given["y"], mask)
+    found.sum().backward()
+    assert student.bias.grad is not None
+    assert teacher.weight.grad is teacher.bias.grad is None
+    weights = (student.weight, teacher.weight, student.bias, teacher.bias)
+    given |= dict(zip(("weight", "weight_y", "bias", "bias_y"), weights, strict=True))
+    expected = truth(given, 1.3, direction="js", beta=0.3)
+    torch.testing.assert_close(found, expected * mask)
+    module.linear, module.teacher = torch.nn.Linear(5, 8), torch.nn.Linear(6, 8)
+    assert module(torch.randn(2, 5), torch.randn(2, 6)).shape == (2,)
+    with pytest.raises(
+        ValueError, match=r"nn\.LinearKL: direction: got 'back', expected one of fo"
+    ):
+        torchkiln.nn.LinearKL(6, 9, direction="back")  # type: ignore[arg-type]
 
 
 def test_in_a_graph(device: torch.device) -> None:

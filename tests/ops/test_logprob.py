@@ -346,6 +346,28 @@ def test_autocast_computes_the_products_in_half_precision(device: torch.device) 
     assert torch.equal(found, expected)
 
 
+def test_modules_are_the_functions(device: torch.device) -> None:
+    """The head of a model can take the place of the layer."""
+    options: dict[str, Any] = {"temperature": 0.8, "ignore_index": 3, "entropy": True}
+    module = torchkiln.nn.LinearLogprob(5, 9, True, softcap=2.0, device=device, **options)
+    x, target = torch.randn(2, 4, 5, device=device), torch.randint(9, (2, 4), device=device)
+    target[0, 1] = 3
+    logits = module.linear(x).double()
+    capped = 2 * torch.tanh(logits / 2)
+    expected = formula(capped, target, 0.8, 3)
+    for found in (module(x, target), torchkiln.nn.Logprob(**options)(capped.float(), target)):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+    mask = target > 4
+    logp, entropy = module(x, target, mask)
+    torch.testing.assert_close(logp.double(), expected[0] * mask, rtol=1e-5, atol=1e-5)
+    (logp + entropy).sum().backward()
+    assert module.linear.weight.grad is not None
+    module.linear, module.entropy = torch.nn.Linear(6, 7), False
+    assert module(torch.randn(2, 6), torch.tensor([1, 6])).shape == (2,)
+    assert not torchkiln.nn.Logprob().state_dict()
+
+
 @pytest.mark.large
 @pytest.mark.cuda
 def test_more_than_2_to_the_31_elements() -> None:

@@ -15,27 +15,37 @@ namespace {
 
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 
+/// Checks the numbers of each row, which forward saves.
+void check_state(const char* op, const Call& call, const Tensor& state, const c10::SymInt& rows) {
+  check_tensors(op, {{"x", call.student.x}, {"state", state}});
+  check_vector(op, "state", state, rows * kNumbers, "the numbers of each row");
+  check_kept(op, "state", state, compute_dtype(call.student.x.scalar_type()));
+}
+
 struct Forward {
   struct Arguments : Call {
+    MaybeTensor state;    // of the classes of all shards, if these are the classes of one
     bool differentiates;  // x, for incoming gradients of 1
 
     template <class Self>
     static auto fields(Self& self) {
-      return std::tuple_cat(Call::fields(self), std::tie(self.differentiates));
+      return std::tuple_cat(Call::fields(self), std::tie(self.state, self.differentiates));
     }
   };
   static constexpr const char* kName = linear_kl_ops::kName;
   static constexpr const char* kSchema =
       "torchkiln::_linear_kl_forward(Tensor x, Tensor weight, Tensor y, Tensor weight_y, "
       "Tensor? bias, Tensor? bias_y, float temperature, str direction, float beta, Tensor? rows, "
-      "bool differentiates) -> (Tensor, Tensor, Tensor)";
+      "Tensor? state, bool differentiates) -> (Tensor, Tensor, Tensor)";
 
-  /// The divergence, the numbers of each row, and the gradient of x in the compute dtype.
+  /// The divergence, the numbers of each row, and the gradient of x in the compute dtype. With
+  /// `state` the divergence and its terms are the part of these classes.
   static Three meta(const Arguments& call) {
     check(kName, call);
     const Tensor& x = call.student.x;
     const auto wide = x.options().dtype(compute_dtype(x.scalar_type()));
     const Tensor found = empty_of(call.shape(), wide);
+    if (call.state) check_state(kName, call, *call.state, found.sym_numel());
     return {found, empty_of({kNumbers * found.sym_numel()}, wide),
             call.differentiates ? empty_of(x.sym_sizes(), wide) : no_output(found)};
   }
@@ -44,6 +54,7 @@ struct Forward {
     const auto& [found, state, grad_x] = outputs;
     if (found.numel() == 0) return outputs;
     const Call flat = in_rows(call);
+    if (call.state) state.copy_(*call.state);
     const Tensor divergences = found.view({-1});
     const Tensor slopes = call.differentiates ? as_matrix(grad_x) : Tensor();
     const int64_t size = chunk_rows(flat.student);
@@ -52,7 +63,7 @@ struct Forward {
         kName, flat.student, {}, Tensor(), Tensor(), size,
         [&](ChunkLogits& logits, const LayerGradients&, const Rows& chunk) {
           both.compute(logits, chunk);
-          both.run(chunk.of(divergences), chunk);
+          both.run(chunk.of(divergences), chunk, call.state.has_value());
           if (slopes.defined())
             chunk.of(slopes).copy_(both.slopes(logits, both.differentiate(logits)));
         });
@@ -78,13 +89,12 @@ struct Backward {
 
   static Three outputs(const Arguments& call, const Wanted& wanted) {
     check(kName, call);
-    const Tensor &grad = call.grad, &state = call.state;
-    check_tensors(kName, {{"x", call.student.x}, {"grad", grad}, {"state", state}});
+    const Tensor& grad = call.grad;
+    check_tensors(kName, {{"x", call.student.x}, {"grad", grad}});
     check_dtype(kName, "grad", grad);
     TORCH_CHECK(grad.sym_sizes().equals(call.shape()), "torchkiln.", kName, ": grad: got shape ",
                 grad.sym_sizes(), ", expected ", call.shape());
-    check_vector(kName, "state", state, grad.sym_numel() * kNumbers, "the numbers of each row");
-    check_kept(kName, "state", state, compute_dtype(call.student.x.scalar_type()));
+    check_state(kName, call, call.state, grad.sym_numel());
     return empty_gradients(call.student, wanted);
   }
   static Three meta(const Arguments& call) { return outputs(call, call.wanted); }
@@ -166,8 +176,8 @@ struct Op {
       "Tensor? bias=None, Tensor? bias_y=None, *, float temperature=1.0, "
       "str direction='forward', float beta=0.5, Tensor? rows=None) -> Tensor";
 
-  static Tensor meta(const Call& call) { return std::get<0>(Forward::meta({call, false})); }
-  static Tensor kernel(const Call& call) { return std::get<0>(Forward::kernel({call, false})); }
+  static Tensor meta(const Call& call) { return std::get<0>(Forward::meta({call, {}, false})); }
+  static Tensor kernel(const Call& call) { return std::get<0>(Forward::kernel({call, {}, false})); }
 
   /// All logits, with torch's own ops.
   static Tensor composite(const Call& call) {
@@ -204,7 +214,7 @@ struct Op {
     const auto needs = [](const Tensor& t) { return t.defined() && t.requires_grad(); };
     const bool differentiates = needs(x) && !needs(weight) && !needs(bias);
     const auto [found, state, slopes] =
-        below.call<Forward>(Forward::Arguments{call, differentiates});
+        below.call<Forward>(Forward::Arguments{call, {}, differentiates});
     Call numbers = call;  // without tensors, which keep() saves
     numbers.student = numbers.teacher = LogitLayer{};
     return record(kName, {x, weight, bias, y, weight_y, bias_y}, found,

@@ -169,7 +169,8 @@ class ChunkDivergence {
     arguments_.of_teacher = number(kOfTeacher);
   }
   /// Computes the numbers of each row from the logits, and the divergence into `found`, [rows].
-  void run(const Tensor& found, const Rows& chunk) {
+  /// Log-sum-exps and masses that are known, those of more classes, are read instead.
+  void run(const Tensor& found, const Rows& chunk, bool is_known) {
     const int64_t rows = state_.numel() / kNumbers;
     // Any class: its log-probability is overwritten by the divergence.
     const Tensor target = at::zeros({chunk.count}, found.options().dtype(at::kLong));
@@ -179,8 +180,10 @@ class ChunkDivergence {
       run_forward(kName, logits, target, options, found,
                   row_state(numbers, rows, LossReduction::none, chunk.begin));
     };
-    run_layer(student_logits_, 0);
-    run_layer(teacher_logits_, kOfStudent + 1);
+    if (!is_known) {
+      run_layer(student_logits_, 0);
+      run_layer(teacher_logits_, kOfStudent + 1);
+    }
     arguments_.divergence = found.data_ptr();
     launch(
         kName, found, chunk.count, row_grain(arguments_.classes),

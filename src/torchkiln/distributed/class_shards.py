@@ -179,8 +179,19 @@ def dtype_of_loss(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def local_of(tensor: Any) -> Any:
-    """The tensor of this process, if it is distributed."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """The tensor of this process, if it is distributed. Its gradient has the same placements."""
+    is_distributed = isinstance(tensor, DTensor)
+    return tensor.to_local(grad_placements=tensor.placements) if is_distributed else tensor
+
+
+def layer_in_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    """The tensors of a linear layer, cast as autocast casts them; a bias may stay float32."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return x, weight, bias
+    to = torch.get_autocast_dtype(x.device.type)
+    if bias is not None and bias.dtype != torch.float32:
+        bias = bias.to(to)
+    return x.to(to), weight.to(to), bias
 
 
 def shard_of_distributed(op: str, tensor: DTensor, dim: int) -> ClassShard:

@@ -22,6 +22,7 @@ from torchkiln.distributed.class_shards import (
     compute_dtype,
     dtype_of_loss,
     gradient_of_logits,
+    layer_in_autocast,
     numbers_of_rows,
     reduced,
 )
@@ -230,12 +231,7 @@ def vocab_parallel_linear_cross_entropy(
     check_softcap(NAME, softcap)
     check_temperature(NAME, temperature)
     check_target(NAME, target, x.shape[:-1])
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        to = torch.get_autocast_dtype(device)
-        x, linear_weight = x.to(to), linear_weight.to(to)
-        if linear_bias is not None and linear_bias.dtype != torch.float32:
-            linear_bias = linear_bias.to(to)
+    x, linear_weight, linear_bias = layer_in_autocast(x, linear_weight, linear_bias)
     fits = linear_weight.ndim == 2 and linear_weight.shape[1:] == x.shape[-1:]
     if not fits or linear_weight.dtype != x.dtype:
         found = f"{linear_weight.dtype} {list(linear_weight.shape)}"
@@ -249,7 +245,7 @@ def vocab_parallel_linear_cross_entropy(
     if weight is not None and softcap is not None:
         weight = weight.to(compute_dtype(x.dtype))
     flat = x.reshape(-1, x.shape[-1]).contiguous()
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(x.device.type, enabled=False):
         loss: Tensor = ShardedLinearLoss.apply(  # type: ignore[no-untyped-call]
             *(flat, linear_weight, linear_bias, target.reshape(-1), weight),
             *(softcap, temperature, options),

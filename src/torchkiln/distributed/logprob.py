@@ -20,6 +20,7 @@ from torchkiln.distributed.class_shards import (
     class_shard,
     compute_dtype,
     gather_into,
+    layer_in_autocast,
     local_of,
     shard_of_distributed,
 )
@@ -181,17 +182,20 @@ def layer_of(
     return LogprobLayer(x, weight, bias, target, None, softcap, 1.0, options)
 
 
-def counted_rows(rows: Tensor, target: Tensor) -> Tensor:
-    """The indices of the rows that count, from indices or a mask."""
+def counted_rows(op: str, rows: Tensor, shape: torch.Size) -> Tensor:
+    """The indices of the rows that count, from indices or a mask of this shape."""
     is_mask = rows.dtype == torch.bool
-    if not (
-        rows.shape == target.shape if is_mask else rows.dtype == torch.int64 and rows.ndim == 1
-    ):
+    if not (rows.shape == shape if is_mask else rows.dtype == torch.int64 and rows.ndim == 1):
         raise ValueError(
-            f"torchkiln.{LINEAR_NAME}: rows: got {rows.dtype} {list(rows.shape)}, expected "
-            f"torch.int64 [any], indices of rows, or torch.bool {list(target.shape)}, a mask"
+            f"torchkiln.{op}: rows: got {rows.dtype} {list(rows.shape)}, expected "
+            f"torch.int64 [any], indices of rows, or torch.bool {list(shape)}, a mask"
         )
     return rows.reshape(-1).nonzero().squeeze(-1) if is_mask else rows
+
+
+def among_zeros(found: Tensor, rows: Tensor, shape: torch.Size) -> Tensor:
+    """The results of some rows in the place of all."""
+    return found.new_zeros(shape.numel()).index_copy(0, rows, found).view(shape)
 
 
 def results(found: Sequence[Tensor], target: Tensor, entropy: bool) -> Any:
@@ -221,7 +225,7 @@ def vocab_parallel_logprob(
     check_temperature(NAME, temperature)
     if isinstance(logits, DTensor):
         shard = shard_of_distributed(NAME, logits, -1)
-        logits, target = logits.to_local(grad_placements=logits.placements), local_of(target)
+        logits, target = local_of(logits), local_of(target)
     else:
         shard = class_shard(NAME, logits.shape[-1], group, classes, first_class)
     check_target(NAME, target, logits.shape[:-1])
@@ -262,14 +266,11 @@ def vocab_parallel_linear_logprob(
     check_temperature(LINEAR_NAME, temperature)
     if isinstance(weight, DTensor):
         shard = shard_of_distributed(LINEAR_NAME, weight, 0)
-        weight = weight.to_local(grad_placements=weight.placements)
-        if isinstance(bias, DTensor):
-            bias = bias.to_local(grad_placements=bias.placements)
+        weight, bias = local_of(weight), local_of(bias)
     else:
         shard = class_shard(LINEAR_NAME, weight.shape[0], group, classes, first_class)
-    if isinstance(x, DTensor):
-        x = x.to_local(grad_placements=x.placements)
     target, rows = local_of(target), local_of(rows)
+    x, weight, bias = layer_in_autocast(local_of(x), weight, bias)
     check_target(LINEAR_NAME, target, x.shape[:-1])
     if weight.shape[1:] != x.shape[-1:] or weight.dtype != x.dtype:
         raise ValueError(
@@ -277,16 +278,14 @@ def vocab_parallel_linear_logprob(
             f"{x.dtype} [classes of this process, {x.shape[-1]}]: the dtype and the last size of x"
         )
     x, classes_of_rows = x.reshape(-1, x.shape[-1]), target.reshape(-1)
-    some = None if rows is None else counted_rows(rows, target)
+    some = None if rows is None else counted_rows(LINEAR_NAME, rows, target.shape)
     if some is not None:
         x, classes_of_rows = x.index_select(0, some), classes_of_rows.index_select(0, some)
-    found: Any = ShardedLinearLogprob.apply(  # type: ignore[no-untyped-call]
-        *(x.contiguous(), weight, bias, classes_of_rows),
-        *(softcap, (shard, temperature, ignore_index, entropy)),
-    )
+    with torch.autocast(x.device.type, enabled=False):
+        found: Any = ShardedLinearLogprob.apply(  # type: ignore[no-untyped-call]
+            *(x.contiguous(), weight, bias, classes_of_rows),
+            *(softcap, (shard, temperature, ignore_index, entropy)),
+        )
     if some is not None:
-        found = [
-            torch.zeros(target.numel(), dtype=f.dtype, device=f.device).index_copy(0, some, f)
-            for f in found
-        ]
+        found = [among_zeros(each, some, target.shape) for each in found]
     return results(found, target, entropy)

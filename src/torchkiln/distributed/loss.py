@@ -95,8 +95,7 @@ def vocab_parallel_cross_entropy(
     check_softcap(NAME, softcap)
     if isinstance(logits, DTensor):
         shard = shard_of_distributed(NAME, logits, -1)
-        logits = logits.to_local(grad_placements=logits.placements)
-        target, weight = local_of(target), local_of(weight)
+        logits, target, weight = local_of(logits), local_of(target), local_of(weight)
     else:
         shard = class_shard(NAME, logits.shape[-1], group, classes, first_class)
     check_target(NAME, target, logits.shape[:-1])

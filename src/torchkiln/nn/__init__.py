@@ -10,7 +10,13 @@ from torchkiln.nn.batch_norm import (
 )
 from torchkiln.nn.bias_act import BiasAct
 from torchkiln.nn.convolution import ConvBNAct1d, ConvBNAct2d, ConvBNAct3d
-from torchkiln.nn.cross_entropy import CrossEntropyLoss, LinearCrossEntropyLoss
+from torchkiln.nn.cross_entropy import (
+    CrossEntropyLoss,
+    LinearCrossEntropyLoss,
+    LinearKL,
+    LinearLogprob,
+    Logprob,
+)
 from torchkiln.nn.dropout import BiasDropoutAdd, DropoutAdd
 from torchkiln.nn.gated import GEGLU, SwiGLU
 from torchkiln.nn.gated_norm import GatedRMSNorm
@@ -51,7 +57,10 @@ __all__ = [
     "Linear",
     "LinearCrossEntropyLoss",
     "LinearFP8",
+    "LinearKL",
+    "LinearLogprob",
     "LogSoftmax",
+    "Logprob",
     "MultiheadAttention",
     "QuickGELU",
     "RMSNorm",

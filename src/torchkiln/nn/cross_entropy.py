@@ -1,23 +1,31 @@
-"""Modules of the cross-entropy loss."""
+"""Modules of cross-entropy, log-probabilities and divergences."""
 
 import torch
 from torch import Tensor, nn
 
-from torchkiln.nn.checks import check_reduction
-from torchkiln.ops.cross_entropy import CrossEntropyOutput, cross_entropy, linear_cross_entropy
-from torchkiln.typing import Device, Reduction
+from torchkiln.nn.checks import check_reduction, check_word
+from torchkiln.ops.cross_entropy import (
+    CrossEntropyOutput,
+    cross_entropy,
+    linear_cross_entropy,
+    linear_kl,
+    linear_logprob,
+    logprob,
+)
+from torchkiln.typing import Device, Direction, Reduction
 
 COMMON = (
     *("ignore_index", "reduction", "label_smoothing", "z_loss", "check_target", "softcap"),
     *("return_z_loss", "return_accuracy"),
 )
-"""Attributes of both modules that are passed as options to the functions."""
-OPTIONS, LINEAR_OPTIONS = (*COMMON, "inplace_backward"), (*COMMON, "temperature")
+"""Attributes of both losses that are passed as options to the functions."""
+OPTIONS = ("loss_dtype", *COMMON, "inplace_backward")
+LINEAR_OPTIONS = ("loss_dtype", *COMMON, "temperature")
 
 
-def settings(loss: nn.Module, options: tuple[str, ...]) -> str:
+def settings(module: nn.Module, options: tuple[str, ...]) -> str:
     """The options of a module, for ``repr``."""
-    return ", ".join(f"{name}={getattr(loss, name)!r}" for name in ("loss_dtype", *options))
+    return ", ".join(f"{name}={getattr(module, name)!r}" for name in options)
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):
@@ -168,3 +176,168 @@ class LinearCrossEntropyLoss(nn.Module):
     def extra_repr(self) -> str:
         """The settings, for ``repr``."""
         return settings(self, LINEAR_OPTIONS)
+
+
+class Logprob(nn.Module):
+    """The log-probability ``log(softmax(input / temperature)[target])`` per row.
+
+    See :func:`torchkiln.logprob`; the arguments are its options.
+
+    Shape:
+        input ``[..., classes]``; target and output ``[...]``. With ``entropy`` the output is a pair
+        of such tensors: the log-probability and the entropy ``-sum(p * log(p))``.
+    """
+
+    def __init__(
+        self, *, temperature: float = 1.0, ignore_index: int = -100, entropy: bool = False
+    ) -> None:
+        super().__init__()
+        self.temperature = temperature
+        self.ignore_index = ignore_index
+        self.entropy = entropy
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Returns the log-probabilities, and the entropies if ``entropy`` is set."""
+        return logprob(
+            input,
+            target,
+            temperature=self.temperature,
+            ignore_index=self.ignore_index,
+            entropy=self.entropy,
+        )
+
+    def extra_repr(self) -> str:
+        """The settings, for ``repr``."""
+        return settings(self, ("temperature", "ignore_index", "entropy"))
+
+
+class LinearLogprob(nn.Module):
+    """A linear layer and :class:`Logprob` of its outputs, which are never in memory as a whole.
+
+    The submodule ``linear`` holds the parameters, as in :class:`LinearCrossEntropyLoss`. To use
+    the head of a model, assign it: ``logprob.linear = model.lm_head``. See
+    :func:`torchkiln.linear_logprob` for memory and cost.
+
+    Args:
+        in_features: size of the last dimension of the input.
+        num_classes: number of classes.
+        bias: whether the layer has a bias.
+        logit_dtype: the function's ``dtype``, of the logits of a chunk.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    The other arguments are those of :func:`torchkiln.linear_logprob`.
+
+    Shape:
+        input ``[..., in_features]``; target and output ``[...]``; rows ``[any]``, or a mask
+        ``[...]``. With ``entropy`` the output is a pair, as that of :class:`Logprob`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        bias: bool = False,
+        *,
+        temperature: float = 1.0,
+        softcap: float | None = None,
+        ignore_index: int = -100,
+        entropy: bool = False,
+        logit_dtype: torch.dtype | None = None,
+        device: Device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.linear = nn.Linear(in_features, num_classes, bias, device=device, dtype=dtype)
+        self.temperature = temperature
+        self.softcap = softcap
+        self.ignore_index = ignore_index
+        self.entropy = entropy
+        self.logit_dtype = logit_dtype
+
+    def forward(
+        self, input: Tensor, target: Tensor, rows: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Returns the log-probabilities, and the entropies if ``entropy`` is set."""
+        return linear_logprob(
+            input,
+            self.linear.weight,
+            target,
+            self.linear.bias,
+            temperature=self.temperature,
+            softcap=self.softcap,
+            rows=rows,
+            ignore_index=self.ignore_index,
+            entropy=self.entropy,
+            dtype=self.logit_dtype,
+        )
+
+    def extra_repr(self) -> str:
+        """The settings, for ``repr``."""
+        names = ("temperature", "softcap", "ignore_index", "entropy", "logit_dtype")
+        return settings(self, names)
+
+
+class LinearKL(nn.Module):
+    """The divergence of a student's linear layer and a teacher's, per row.
+
+    The outputs of neither layer are in memory as a whole. The submodules ``linear`` and
+    ``teacher`` hold the parameters; those of the teacher do not require gradients. To use the
+    heads of two models, assign them: ``kl.linear, kl.teacher = student.lm_head, model.lm_head``.
+    See :func:`torchkiln.linear_kl` for formulas, memory and cost.
+
+    Args:
+        in_features: size of the last dimension of the student's input.
+        num_classes: number of classes of both.
+        bias: whether the layers have a bias.
+        teacher_features: size of the last dimension of the teacher's input; None for in_features.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    The other arguments are those of :func:`torchkiln.linear_kl`.
+
+    Shape:
+        input ``[..., in_features]``; teacher_input ``[..., teacher_features]``; rows ``[any]``, or
+        a mask ``[...]``; output ``[...]``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        bias: bool = False,
+        *,
+        teacher_features: int | None = None,
+        temperature: float = 1.0,
+        direction: Direction = "forward",
+        beta: float = 0.5,
+        device: Device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        of_teacher = in_features if teacher_features is None else teacher_features
+        self.linear = nn.Linear(in_features, num_classes, bias, device=device, dtype=dtype)
+        self.teacher = nn.Linear(of_teacher, num_classes, bias, device=device, dtype=dtype)
+        self.teacher.requires_grad_(requires_grad=False)
+        self.temperature = temperature
+        self.direction = check_word("nn.LinearKL", "direction", direction, Direction)
+        self.beta = beta
+
+    def forward(self, input: Tensor, teacher_input: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Returns the divergence of each row; rows that do not count have 0."""
+        return linear_kl(
+            input,
+            self.linear.weight,
+            teacher_input,
+            self.teacher.weight,
+            self.linear.bias,
+            self.teacher.bias,
+            temperature=self.temperature,
+            direction=self.direction,
+            beta=self.beta,
+            rows=rows,
+        )
+
+    def extra_repr(self) -> str:
+        """The settings, for ``repr``."""
+        return settings(self, ("temperature", "direction", "beta"))

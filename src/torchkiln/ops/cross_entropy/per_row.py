@@ -7,6 +7,7 @@ from torch import Tensor
 
 from torchkiln import _C
 from torchkiln.ops.eager import eager
+from torchkiln.typing import Direction
 
 
 class LogprobOptions(TypedDict, total=False):
@@ -175,7 +176,7 @@ def linear_kl(
     bias_y: Tensor | None = None,
     *,
     temperature: float = 1.0,
-    direction: Literal["forward", "reverse", "js"] = "forward",
+    direction: Direction = "forward",
     beta: float = 0.5,
     rows: Tensor | None = None,
 ) -> Tensor:

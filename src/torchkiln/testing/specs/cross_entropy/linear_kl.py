@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import torchkiln
+from torchkiln.testing import derive
 from torchkiln.testing.compare import steps
 from torchkiln.testing.data import normal
 from torchkiln.testing.refusals import GoodCall, Refusals
@@ -240,6 +241,12 @@ def invalid(device: torch.device) -> Iterator[Invalid]:
     yield good.changed(words, rows=torch.ones(2, device=device))
 
 
+def typical_inputs(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The states of both layers of the module."""
+    x, _, y, *_ = next(inputs(device, dtype)).args
+    return x, y
+
+
 LINEAR_KL = OpSpec(
     op=torchkiln.linear_kl,
     reference=reference,
@@ -270,6 +277,10 @@ LINEAR_KL = OpSpec(
     bench_shapes=((8192, 32768), (8192, 128256)),
     small_shapes=((1, 4096), (8, 4096), (64, 4096), (512, 4096)),
     helpers=("_linear_kl_forward", "_linear_kl_backward"),
+    module=derive.layer(
+        torchkiln.nn.LinearKL, 10, 7, True, teacher_features=12, direction="js", beta=0.3
+    ),
+    module_inputs=typical_inputs,
     excluded={
         "mixed_dtypes": "the results are float32; tests/ops/test_linear_kl.py compares a float32 "
         "bias"

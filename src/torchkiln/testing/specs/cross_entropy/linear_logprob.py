@@ -13,6 +13,7 @@ import torchkiln
 from torchkiln.ops._traced import name_of
 from torchkiln.testing.compare import steps
 from torchkiln.testing.data import normal
+from torchkiln.testing.derive import layer
 from torchkiln.testing.refusals import GoodCall, Refusals
 from torchkiln.testing.sample import Invalid, Sample, Traffic
 from torchkiln.testing.spec import OpSpec
@@ -216,6 +217,8 @@ LINEAR_LOGPROB = OpSpec(
     bench_shapes=((8192, 32768), (16384, 131072)),
     small_shapes=((1, 4096), (8, 4096), (64, 4096), (512, 4096)),
     helpers=("_linear_logprob_forward", "_linear_logprob_backward"),
+    module=layer(torchkiln.nn.LinearLogprob, 10, 7, True, entropy=True),
+    module_inputs=linear.typical_inputs,
     excluded={
         "mixed_dtypes": "the results are float32; tests/ops/test_logprob.py compares a float32 bias"
     },

@@ -12,6 +12,7 @@ from torch import Tensor
 import torchkiln
 from torchkiln.ops._traced import name_of
 from torchkiln.testing.data import normal
+from torchkiln.testing.derive import layer
 from torchkiln.testing.refusals import GoodCall, Refusals
 from torchkiln.testing.sample import Invalid, Sample, Traffic
 from torchkiln.testing.spec import OpSpec
@@ -199,6 +200,11 @@ def wrong_temperatures(good: GoodCall) -> Iterator[Invalid]:
         yield good.changed(words, ValueError, temperature=temperature)
 
 
+def typical_inputs(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The input and the target of the module."""
+    return next(inputs(device, dtype)).args
+
+
 LOGPROB = OpSpec(
     op=torchkiln.logprob,
     reference=reference,
@@ -217,4 +223,6 @@ LOGPROB = OpSpec(
     bench_shapes=((32768, 4096), (8192, 32768), (16384, 131072)),
     small_shapes=((1, 4096), (8, 4096), (64, 4096), (512, 4096)),
     helpers=("_logprob_forward", "_logprob_backward"),
+    module=layer(torchkiln.nn.Logprob, temperature=0.7, entropy=True),
+    module_inputs=typical_inputs,
 )
