@@ -189,6 +189,16 @@ def test_short_rows_share_a_warp(program: Path) -> None:
             assert plan.blocks_x * plan.threads < 2 * plan.rows
 
 
+def test_sums_of_few_tokens_take_few_threads(program: Path) -> None:
+    """Not 32 threads for each element of the weight, 31 of which would add nothing."""
+    op = "gradients of weights of qkv_norm_rope"
+    plans = list(choosing.plans(program, [(2, 1 << 17), (16384, 1024)], op))
+    assert {plan.rows for plan in plans} == {2, 16384}
+    for plan in plans:
+        threads = 2 if plan.rows == 2 else 32
+        assert plan.blocks_x * plan.threads == threads * plan.columns // 128 * 128
+
+
 def test_the_page_is_up_to_date(program: Path) -> None:
     page = choosing.PAGE.read_text(encoding="utf-8")
     assert choosing.written(page, program) == page
