@@ -189,6 +189,17 @@ def test_short_rows_share_a_warp(program: Path) -> None:
             assert plan.blocks_x * plan.threads < 2 * plan.rows
 
 
+@pytest.mark.parametrize("op", ["softmax forward", "softmax backward"])
+def test_threads_have_several_of_many_short_rows(program: Path, op: str) -> None:
+    """One row of 6 bytes per thread would leave the memory idle."""
+    for rows, of_thread in ((1024, 1), (1 << 22, 4)):
+        plans = list(choosing.plans(program, [(rows, 3)], op))
+        short = [plan for plan in plans if plan.kernel == "short"]
+        assert {plan.gpu for plan in short} == set(GPUS)
+        for plan in short:
+            assert plan.blocks_x * plan.threads * of_thread == rows
+
+
 def test_sums_of_few_tokens_take_few_threads(program: Path) -> None:
     """Not 32 threads for each element of the weight, 31 of which would add nothing."""
     op = "gradients of weights of qkv_norm_rope"

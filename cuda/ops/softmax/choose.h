@@ -43,6 +43,9 @@ inline constexpr int kTileStaticBytes = (kMaxTileThreads + 2 * kMaxTileRows) * 8
 inline constexpr int kShortThreads = 128;
 inline constexpr int kShortItems = 4;                  // elements per thread, at most
 inline constexpr int kSingleRows = 8 * kShortThreads;  // of a block, if rows have one element
+/// Rows of a thread if there are many: with one row, its few bytes in flight do not hide the
+/// latency.
+inline constexpr int kShortRows = 4;
 /// Longest short row, in bytes.
 inline constexpr int64_t kShortBytes = 96;
 /// Short rows of whole vectors that need more threads per SM than this are read in whole vectors.
@@ -92,6 +95,7 @@ struct ShortPlan {
   static constexpr const char* kWhy = "A row is short: threads of a warp share it.";
   int64_t blocks;
   int log_lanes;  // threads of a row
+  int rows;       // of a thread: 1 or kShortRows
 };
 
 using SoftmaxPlan = std::variant<RegistersPlan, PartsPlan, StridedPlan, TilePlan, ShortPlan>;
@@ -147,8 +151,10 @@ std::optional<ShortPlan> make_short_plan(const Problem& p, Alignment alignment,
   if (adjacent && alignment == Alignment::vector &&
       threads > int64_t{kFewThreads} * device.multiprocessors)
     return std::nullopt;
-  if (p.length == 1) return ShortPlan{ceil_div(p.outer, kSingleRows), 0};
-  return ShortPlan{ceil_div(threads, kShortThreads), log_lanes};
+  if (p.length == 1) return ShortPlan{ceil_div(p.outer, kSingleRows), 0, 1};
+  const bool many = threads > int64_t{kShortRows * kFewThreads} * device.multiprocessors;
+  const int rows = many ? kShortRows : 1;
+  return ShortPlan{ceil_div(threads, kShortThreads * rows), log_lanes, rows};
 }
 
 inline std::optional<TilePlan> make_tile_plan(const Softmax& p, const Device& device) {

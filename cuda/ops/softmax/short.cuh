@@ -108,31 +108,39 @@ struct ShortGradient {
   }
 };
 
-/// 2^log_lanes threads of a warp have a row, up to kShortItems elements each.
-template <class Row>
+/// 2^log_lanes threads of a warp have a row, up to kShortItems elements each. A thread has elements
+/// of kRows rows, whose loads are in flight together.
+template <class Row, int kRows>
 __global__ void __launch_bounds__(kShortThreads)
     softmax_short_rows(typename Row::Problem p, int log_lanes) {
   using T = typename Row::T;
-  const int64_t thread = int64_t{blockIdx.x} * kShortThreads + threadIdx.x;
-  const int64_t row = thread >> log_lanes;
+  const int64_t begin = int64_t{blockIdx.x} * (kShortThreads * kRows) + threadIdx.x;
   const int lanes = 1 << log_lanes;
-  const int first = static_cast<int>(thread) & (lanes - 1);
-  T elements[kShortItems], of_second[kShortItems];
-  bool has[kShortItems];
+  const int first = static_cast<int>(threadIdx.x) & (lanes - 1);
+  T elements[kRows][kShortItems], of_second[kRows][kShortItems];
+  bool has[kRows][kShortItems];
   wait_for_previous_kernel();
 #pragma unroll
-  for (int k = 0; k < kShortItems; ++k) {
-    const int column = first + k * lanes;
-    has[k] = row < p.outer && column < p.length;
-    elements[k] = of_second[k] = T(0);
-    if (!has[k]) continue;
-    elements[k] = Row::first(p)[row * p.outer_stride + column * p.stride];
-    if constexpr (Row::kStreams > 1) of_second[k] = Row::second(p)[row * p.length + column];
-  }
-  Row::row(p, elements, of_second, has, lanes);
+  for (int r = 0; r < kRows; ++r) {
+    const int64_t row = (begin + r * kShortThreads) >> log_lanes;
 #pragma unroll
-  for (int k = 0; k < kShortItems; ++k)
-    if (has[k]) Row::result(p)[row * p.length + first + k * lanes] = elements[k];
+    for (int k = 0; k < kShortItems; ++k) {
+      const int column = first + k * lanes;
+      has[r][k] = row < p.outer && column < p.length;
+      elements[r][k] = of_second[r][k] = T(0);
+      if (!has[r][k]) continue;
+      elements[r][k] = Row::first(p)[row * p.outer_stride + column * p.stride];
+      if constexpr (Row::kStreams > 1) of_second[r][k] = Row::second(p)[row * p.length + column];
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int64_t row = (begin + r * kShortThreads) >> log_lanes;
+    Row::row(p, elements[r], of_second[r], has[r], lanes);
+#pragma unroll
+    for (int k = 0; k < kShortItems; ++k)
+      if (has[r][k]) Row::result(p)[row * p.length + first + k * lanes] = elements[r][k];
+  }
 }
 
 /// Rows of one element.
@@ -165,7 +173,10 @@ Status launch_short(const typename Row::Problem& p, const ShortPlan& plan, CUstr
   if (plan.blocks > kMaxGridX) return {"too many rows for one launch"};
   const Grid grid{dim3(static_cast<unsigned>(plan.blocks)), dim3(kShortThreads)};
   if (p.length == 1) return launch_overlapped(softmax_singles<Row>, grid, stream, p);
-  return launch_overlapped(softmax_short_rows<Row>, grid, stream, p, plan.log_lanes);
+  return plan.rows == 1
+             ? launch_overlapped(softmax_short_rows<Row, 1>, grid, stream, p, plan.log_lanes)
+             : launch_overlapped(softmax_short_rows<Row, kShortRows>, grid, stream, p,
+                                 plan.log_lanes);
 }
 
 }  // namespace
