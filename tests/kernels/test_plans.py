@@ -194,10 +194,21 @@ def test_threads_have_several_of_many_short_rows(program: Path, op: str) -> None
     """One row of 6 bytes per thread would leave the memory idle."""
     for rows, of_thread in ((1024, 1), (1 << 22, 4)):
         plans = list(choosing.plans(program, [(rows, 3)], op))
-        short = [plan for plan in plans if plan.kernel == "short"]
+        short = [plan for plan in plans if plan.kernel == "short" and plan.alignment != "vector"]
         assert {plan.gpu for plan in short} == set(GPUS)
         for plan in short:
             assert plan.blocks_x * plan.threads * of_thread == rows
+
+
+def test_few_columns_leave_few_sums(program: Path) -> None:
+    """One block adds the sums of all blocks: 32 of each for every column."""
+    call = ("sum", "sum over the first dimension", "bfloat16", "shared_offset")
+    for rows in (555008, 1 << 25):
+        plans = [plan for plan in choosing.plans(program, [(rows, 5)], "sum") if plan[1:5] == call]
+        assert {plan.kernel for plan in plans} == {"folded columns"}
+        for plan in plans:
+            wave = plan.multiprocessors * plan.blocks_per_multiprocessor
+            assert plan.blocks_y == (90 if rows == 555008 else wave)
 
 
 def test_sums_of_few_tokens_take_few_threads(program: Path) -> None:

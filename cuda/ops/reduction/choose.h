@@ -67,6 +67,15 @@ inline ColumnAccess column_access(const Reduction& p) {
   return {static_cast<int>(widest), static_cast<int>(fold)};
 }
 
+/// Gives blocks more rows while the second kernel, which adds `fold` sums of every block, would
+/// take longer than the first: with 5 columns it is one block.
+inline void balance_folded(reduce::columns::Plan& plan) {
+  constexpr int64_t kSums = 512;  // of a column that the second kernel loads together
+  constexpr int64_t kRows = reduce::columns::kMinRows;  // that a thread of the first one loads so
+  const auto rounds = [&] { return plan.rows / (plan.chunks * plan.threads_y * kRows); };
+  while (plan.chunks > 1 && plan.chunks * plan.fold / kSums > 2 * rounds()) plan.chunks /= 2;
+}
+
 /// The largest batch of one launch: the kernels locate rows and columns by 32-bit division.
 inline int64_t largest_batch(const Reduction& p) {
   if (p.outer == 1 || p.inner == 1) return p.outer;
@@ -92,6 +101,7 @@ inline ReductionPlan choose(const Reduction& p, const device::Device& device) {
                                             plan.access.lanes, kColumnBlocks, device);
   plan.columns.fold = fold;
   plan.columns.period = p.inner;
+  if (fold > 1) balance_folded(plan.columns);
   if (suits_one_block(p, plan.access.lanes)) plan.columns.chunks = 1;
   return plan;
 }
