@@ -211,6 +211,20 @@ def test_few_columns_leave_few_sums(program: Path) -> None:
             assert plan.blocks_y == (90 if rows == 555008 else wave)
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns", "threads"), [(110989, 597, 128), (110989, 701, 64), (64, 597, 64)]
+)
+def test_warps_have_rows_that_fill_little_of_a_second(
+    program: Path, rows: int, columns: int, threads: int
+) -> None:
+    """Blocks of four warps, a row each, or of two warps that share a row."""
+    call = ("softmax forward", "softmax", "float32", "shared_offset")
+    for plan in choosing.plans(program, [(rows, columns)], "softmax forward"):
+        if plan[1:5] == call:
+            assert plan.kernel == "registers"
+            assert plan.threads == threads
+
+
 def test_sums_of_few_tokens_take_few_threads(program: Path) -> None:
     """Not 32 threads for each element of the weight, 31 of which would add nothing."""
     op = "gradients of weights of qkv_norm_rope"

@@ -112,6 +112,21 @@ inline Alignment alignment_of_rows(const SoftmaxBackward& p) {
   return alignment_of(tensors, p.dtype, p.outer, p.length);
 }
 
+/// A warp for each row that would leave most of a second warp idle: more rows are in flight, and no
+/// barrier is needed. For one tensor, as the vectors of two fill the registers.
+inline std::optional<RowPlan> plan_warps(Dtype dtype, Alignment alignment, int64_t rows,
+                                         int64_t columns, const Device& device) {
+  constexpr int64_t kMostVectors = 5 * kWarpLanes;
+  const int lanes = vector_lanes(dtype);
+  const int64_t vectors =
+      alignment == Alignment::vector ? ceil_div(columns, lanes) : inner_vectors(columns, lanes);
+  const bool fits = vectors > kFewItems * kWarpLanes && vectors <= kMostVectors;
+  if (alignment == Alignment::scalar || !fits ||
+      rows < int64_t{device.multiprocessors} * kWarpLanes)
+    return std::nullopt;
+  return RowPlan{make_row_team(kWarpLanes, kRowThreads, 1), kManyItems};
+}
+
 /// `streams`: tensors that a thread holds.
 template <class Problem>
 SoftmaxPlan choose_rows(const Problem& p, Alignment alignment, int streams, bool masked,
@@ -122,8 +137,10 @@ SoftmaxPlan choose_rows(const Problem& p, Alignment alignment, int streams, bool
                                                    : 2;
     return StridedPlan{ceil_div(p.outer * p.inner, kStridedColumns), depth};
   }
-  const std::optional<RowPlan> rows =
-      plan_rows(p.dtype, alignment, p.length, streams, kSoftmaxClusterThreads, device);
+  std::optional<RowPlan> rows;
+  if (streams == 1) rows = plan_warps(p.dtype, alignment, p.outer, p.length, device);
+  if (!rows)
+    rows = plan_rows(p.dtype, alignment, p.length, streams, kSoftmaxClusterThreads, device);
   if (rows) return RegistersPlan{*rows, alignment, masked};
   // Rows whose offsets differ have one kernel, with and without a mask: fewer instantiations.
   const bool takes_mask = masked || alignment == Alignment::scalar;
