@@ -38,12 +38,12 @@ inline bool is_rows(const Reduction& p) {
   return p.inner == 1 || p.reduced_stride <= p.inner_stride;
 }
 
-/// Whether one block sums columns in vectors of less than 16 bytes, with at most 32 rows per
-/// thread, before a second kernel could start.
+/// Whether one block sums columns in vectors of less than 16 bytes before a second kernel could
+/// start: with at most 64 rows per thread, eight rounds of loads.
 inline bool suits_one_block(const Reduction& p, int lanes) {
   const int64_t vectors = p.outer * p.inner / lanes;
   return lanes < device::vector_lanes(p.dtype) && vectors <= reduce::columns::kThreadsX &&
-         p.reduced <= 32 * (reduce::columns::kThreads / vectors);
+         p.reduced <= 64 * (reduce::columns::kThreads / vectors);
 }
 
 /// Selects the widest vectors that divide every row of a batch. If these are narrower than 16 bytes
