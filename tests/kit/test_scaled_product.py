@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import torchkiln
+from torchkiln.patch.fp8 import missing
 from torchkiln.testing import scaled_product
 from torchkiln.testing.scaled_product import Cast
 from torchkiln.testing.specs import quantize
@@ -50,6 +51,22 @@ def test_the_layer_is_that_of_the_op(*, is_given: bool, monkeypatch: pytest.Monk
     torch.testing.assert_close(found, expected)
     grads = [torch.autograd.grad(y, (x, weight, bias), grad) for y in (found, expected)]
     torch.testing.assert_close(*grads)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("shape", [(256, 384, 128), (33, 130, 65), (1, 7, 3)])
+def test_the_layer_on_a_gpu(shape: tuple[int, int, int]) -> None:
+    if reason := missing("cuda", torch.cuda.current_device()):
+        pytest.skip(reason)
+    rows, k, n = shape
+    x, weight = (torch.randn(one, k, device="cuda", requires_grad=True) for one in (rows, n))
+    grad = torch.randn(rows, n, device="cuda")
+    expected = torchkiln.linear_fp8(x, weight)
+    of_expected = torch.autograd.grad(expected, (x, weight), grad)
+    for given in (None, torchkiln.quantize_weight(weight)):
+        found = scaled_product.linear(x, weight, None, given)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(torch.autograd.grad(found, (x, weight), grad), of_expected)
 
 
 def test_operands_as_torch_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
