@@ -51,6 +51,13 @@ c10::SymDimVector result_shape(const Tensor& gate, const MaybeTensor& up) {
   return shape;
 }
 
+/// Whether results have the strides of gate, as in torch: gate and up are dense in one other order.
+/// A contiguous result would transpose them, which is slower.
+bool keeps_strides(const Tensor& gate, const MaybeTensor& up) {
+  return up.has_value() && !gate.is_contiguous() && up->sym_strides().equals(gate.sym_strides()) &&
+         gate.is_non_overlapping_and_dense();
+}
+
 }  // namespace
 
 std::array<Tensor, 2> halves(const Tensor& gate, const MaybeTensor& up) {
@@ -86,8 +93,11 @@ Two GatedBackward::meta(const Tensor& grad, const Tensor& gate, const MaybeTenso
   } else {
     check_like(kName, "grad", grad, "gate", halves(gate, up)[0]);
   }
-  return {empty_of(gate.sym_sizes(), grad.options()),
-          up.has_value() ? empty_of(gate.sym_sizes(), grad.options()) : no_output(gate)};
+  const auto new_gradient = [&] {
+    return keeps_strides(gate, up) ? at::empty_like(gate, grad.options())
+                                   : empty_of(gate.sym_sizes(), grad.options());
+  };
+  return {new_gradient(), up.has_value() ? new_gradient() : no_output(gate)};
 }
 
 Two GatedBackward::kernel(const Tensor& grad, const Tensor& gate, const MaybeTensor& up,
@@ -175,7 +185,7 @@ struct Gated : Schema<Act> {
 
   static Tensor meta(const Tensor& gate, const MaybeTensor& up) {
     const auto [shape, options] = checked_result(name_of_op<Gated>(), gate, up);
-    return empty_of(shape, options);
+    return keeps_strides(gate, up) ? at::empty_like(gate, options) : empty_of(shape, options);
   }
 
   static Tensor kernel(const Tensor& gate, const MaybeTensor& up) {

@@ -45,6 +45,18 @@ Launch launch_of(const QkvAcrossChoice& choice, int per_multiprocessor) {
   return launch;
 }
 
+/// The kernel that adds the sums of the blocks, for the queries' weight.
+Launch finish_of(const QkvNormRope& p, const QkvAcrossChoice& choice) {
+  const FinishThreads threads = finish_threads(choice.blocks);
+  Launch launch{"sums", "As many threads share a column as it has sums, up to 32."};
+  launch.blocks_x = ceil_div(p.norm_size(0), threads.columns);
+  launch.blocks_y = 2;
+  launch.threads = threads.columns * threads.rows;
+  launch.most_threads = kFinishThreads;
+  launch.shared_bytes = kFinishThreads * compute_bytes(p.dtype);
+  return launch;
+}
+
 /// Heads of 128 elements, a fourth as many of keys; the queries of a token have `columns` elements.
 void write_rope(const Gpu& gpu, int64_t rows, int64_t columns) {
   const int64_t heads = std::clamp<int64_t>(columns / kHeadDim, 1, kMostHeads);
@@ -99,8 +111,10 @@ void write_rope(const Gpu& gpu, int64_t rows, int64_t columns) {
     q.forward.norm = QkvNorm::all;
     write(gpu, call, "qkv_norm_rope forward", "norm over all heads",
           launch_of(choose_across(q.forward), 1));
-    write(gpu, call, "qkv_norm_rope backward", "norm over all heads",
-          launch_of(choose_across(q, gpu.device), 2));
+    const QkvAcrossChoice across = choose_across(q, gpu.device);
+    write(gpu, call, "qkv_norm_rope backward", "norm over all heads", launch_of(across, 2));
+    write(gpu, call, "gradients of weights of qkv_norm_rope", "norm over all heads",
+          finish_of(q.forward, across));
   }
 }
 

@@ -189,6 +189,52 @@ def test_short_rows_share_a_warp(program: Path) -> None:
             assert plan.blocks_x * plan.threads < 2 * plan.rows
 
 
+@pytest.mark.parametrize("op", ["softmax forward", "softmax backward"])
+def test_threads_have_several_of_many_short_rows(program: Path, op: str) -> None:
+    """One row of 6 bytes per thread would leave the memory idle."""
+    for rows, of_thread in ((1024, 1), (1 << 22, 4)):
+        plans = list(choosing.plans(program, [(rows, 3)], op))
+        short = [plan for plan in plans if plan.kernel == "short" and plan.alignment != "vector"]
+        assert {plan.gpu for plan in short} == set(GPUS)
+        for plan in short:
+            assert plan.blocks_x * plan.threads * of_thread == rows
+
+
+def test_few_columns_leave_few_sums(program: Path) -> None:
+    """One block adds the sums of all blocks: 32 of each for every column."""
+    call = ("sum", "sum over the first dimension", "bfloat16", "shared_offset")
+    for rows, blocks in ((3000, 1), (555008, 90), (1 << 25, 0)):
+        plans = [plan for plan in choosing.plans(program, [(rows, 5)], "sum") if plan[1:5] == call]
+        assert {plan.kernel for plan in plans} == {"columns" if rows == 3000 else "folded columns"}
+        for plan in plans:
+            wave = plan.multiprocessors * plan.blocks_per_multiprocessor
+            assert plan.blocks_y == (blocks or wave)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "threads"), [(110989, 597, 128), (110989, 701, 64), (64, 597, 64)]
+)
+def test_warps_have_rows_that_fill_little_of_a_second(
+    program: Path, rows: int, columns: int, threads: int
+) -> None:
+    """Blocks of four warps, a row each, or of two warps that share a row."""
+    call = ("softmax forward", "softmax", "float32", "shared_offset")
+    for plan in choosing.plans(program, [(rows, columns)], "softmax forward"):
+        if plan[1:5] == call:
+            assert plan.kernel == "registers"
+            assert plan.threads == threads
+
+
+def test_sums_of_few_tokens_take_few_threads(program: Path) -> None:
+    """Not 32 threads for each element of the weight, 31 of which would add nothing."""
+    op = "gradients of weights of qkv_norm_rope"
+    plans = list(choosing.plans(program, [(2, 1 << 17), (16384, 1024)], op))
+    assert {plan.rows for plan in plans} == {2, 16384}
+    for plan in plans:
+        threads = 2 if plan.rows == 2 else 32
+        assert plan.blocks_x * plan.threads == threads * plan.columns // 128 * 128
+
+
 def test_the_page_is_up_to_date(program: Path) -> None:
     page = choosing.PAGE.read_text(encoding="utf-8")
     assert choosing.written(page, program) == page

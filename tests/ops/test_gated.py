@@ -53,6 +53,25 @@ def test_layouts_differ(device: torch.device, spec: OpSpec) -> None:
 
 
 @every_op
+def test_operands_in_one_order_give_results_in_it(device: torch.device, spec: OpSpec) -> None:
+    """As in torch: a result in another order would transpose both operands."""
+    for x in (torch.randn(9, 4, device=device).mT, torch.randn(2, 5, 3, 7, device=device)):
+        if x.dim() == 4:
+            x = x.to(memory_format=torch.channels_last)  # noqa: PLW2901
+        gate, up = x.detach().requires_grad_(), (x + 1).requires_grad_()
+        found = spec.op(gate, up)
+        assert found.stride() == gate.stride() == spec.composite(gate, up).stride()
+        assert torch.equal(found, spec.op(gate.contiguous(), up.contiguous()))
+        for grad in (torch.randn_like(found), torch.randn(found.shape, device=device)):
+            grads = torch.autograd.grad(found, (gate, up), grad, retain_graph=True)
+            assert [one.stride() for one in grads] == [gate.stride()] * 2
+            expected = torch.autograd.grad(spec.composite(gate, up), (gate, up), grad)
+            torch.testing.assert_close(grads, expected)
+        part = gate[1:, 1:].detach()  # not dense
+        assert spec.op(part, part).is_contiguous()
+
+
+@every_op
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_is_rounded_once(
     device: torch.device, spec: OpSpec, dtype: torch.dtype

@@ -136,6 +136,16 @@ def test_short_rows(device: torch.device, dtype: torch.dtype, op: Any, torchs: A
                 torch.testing.assert_close(found.double(), expected, **limits)
 
 
+@every_op
+@every_dtype
+@pytest.mark.parametrize(("rows", "length"), [(300007, 2), (300007, 3), (20011, 33)])
+def test_many_short_rows(
+    device: torch.device, dtype: torch.dtype, op: Any, torchs: Any, rows: int, length: int
+) -> None:
+    """Threads that have several rows each; the last block has fewer."""
+    require_same(op, torchs, torch.randn(rows, length, device=device).to(dtype), 1)
+
+
 @pytest.mark.cuda
 def test_explain_says_which_rows_are_copied() -> None:
     for rows, length, copies in ((9, 1024, False), (9, 1025, True), (512, 1025, False)):

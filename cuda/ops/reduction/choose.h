@@ -38,12 +38,12 @@ inline bool is_rows(const Reduction& p) {
   return p.inner == 1 || p.reduced_stride <= p.inner_stride;
 }
 
-/// Whether one block sums columns in vectors of less than 16 bytes, with at most 32 rows per
-/// thread, before a second kernel could start.
+/// Whether one block sums columns in vectors of less than 16 bytes before a second kernel could
+/// start: with at most 64 rows per thread, eight rounds of loads.
 inline bool suits_one_block(const Reduction& p, int lanes) {
   const int64_t vectors = p.outer * p.inner / lanes;
   return lanes < device::vector_lanes(p.dtype) && vectors <= reduce::columns::kThreadsX &&
-         p.reduced <= 32 * (reduce::columns::kThreads / vectors);
+         p.reduced <= 64 * (reduce::columns::kThreads / vectors);
 }
 
 /// Selects the widest vectors that divide every row of a batch. If these are narrower than 16 bytes
@@ -65,6 +65,15 @@ inline ColumnAccess column_access(const Reduction& p) {
   while (p.inner * fold < kNarrowColumns * widest / 2 && p.reduced >= 2 * kFewestFolds * fold)
     fold *= 2;
   return {static_cast<int>(widest), static_cast<int>(fold)};
+}
+
+/// Gives blocks more rows while the second kernel, which adds `fold` sums of every block, would
+/// take longer than the first: with 5 columns it is one block.
+inline void balance_folded(reduce::columns::Plan& plan) {
+  constexpr int64_t kSums = 512;  // of a column that the second kernel loads together
+  constexpr int64_t kRows = reduce::columns::kMinRows;  // that a thread of the first one loads so
+  const auto rounds = [&] { return plan.rows / (plan.chunks * plan.threads_y * kRows); };
+  while (plan.chunks > 1 && plan.chunks * plan.fold / kSums > 2 * rounds()) plan.chunks /= 2;
 }
 
 /// The largest batch of one launch: the kernels locate rows and columns by 32-bit division.
@@ -92,6 +101,7 @@ inline ReductionPlan choose(const Reduction& p, const device::Device& device) {
                                             plan.access.lanes, kColumnBlocks, device);
   plan.columns.fold = fold;
   plan.columns.period = p.inner;
+  if (fold > 1) balance_folded(plan.columns);
   if (suits_one_block(p, plan.access.lanes)) plan.columns.chunks = 1;
   return plan;
 }

@@ -42,6 +42,21 @@ inline constexpr int64_t kAcrossBlocks = 1024;
 /// Sums for the weights up to this size are kept in shared memory, larger ones in global memory.
 inline constexpr int64_t kMostSharedBytes = 48 * 1024;
 
+/// Threads of a block that adds the rows of sums for the weights: as many along a column as it has
+/// rows, so that few tokens of many heads take few blocks.
+struct FinishThreads {
+  int columns;
+  int rows;
+};
+inline constexpr int kFinishThreads = 1024;
+inline FinishThreads finish_threads(int64_t rows) {
+  constexpr int kMostColumns = 256;
+  FinishThreads threads{kMostColumns, 1};
+  while (threads.rows < kWarpLanes && threads.rows < rows) threads.rows *= 2;
+  threads.columns = std::min(kMostColumns, kFinishThreads / threads.rows);
+  return threads;
+}
+
 struct QkvPlan {
   QkvNormRope p;
   Divisor groups;  // of heads: first of the queries, then of the keys, then of the values

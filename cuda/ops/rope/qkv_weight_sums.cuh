@@ -38,27 +38,26 @@ WeightSums make_weight_sums(const QkvNormRopeBackward& arguments, int64_t query_
   return found;
 }
 
-constexpr int kFinishRows = 32;
-
 /// blockIdx.y selects the weight: of queries or of keys.
 template <class C, class W>
-__global__ void __launch_bounds__(kWarpLanes* kFinishRows) add_weight_sums(const WeightSums p) {
+__global__ void __launch_bounds__(kFinishThreads) add_weight_sums(const WeightSums p) {
   wait_for_previous_kernel();
-  __shared__ C shared[kFinishRows][kWarpLanes];
+  __shared__ C shared[kFinishThreads];
   const int kind = static_cast<int>(blockIdx.y);
   if (p.grad[kind] == nullptr) return;
-  const int64_t column = int64_t{blockIdx.x} * kWarpLanes + threadIdx.x;
+  const int columns = static_cast<int>(blockDim.x), rows = static_cast<int>(blockDim.y);
+  const int64_t column = int64_t{blockIdx.x} * columns + threadIdx.x;
   C sum = C(0);
   if (column < p.columns[kind]) {
     const C* const from = static_cast<const C*>(p.sums[kind]) + column;
-    for (int64_t row = threadIdx.y; row < p.rows[kind]; row += kFinishRows)
+    for (int64_t row = threadIdx.y; row < p.rows[kind]; row += rows)
       sum += from[row * p.columns[kind]];
   }
-  shared[threadIdx.y][threadIdx.x] = sum;
+  shared[threadIdx.y * columns + threadIdx.x] = sum;
   __syncthreads();
   if (threadIdx.y > 0 || column >= p.columns[kind]) return;
-#pragma unroll
-  for (int i = 1; i < kFinishRows; ++i) sum += shared[i][threadIdx.x];
+#pragma unroll 8
+  for (int i = 1; i < rows; ++i) sum += shared[i * columns + threadIdx.x];
   static_cast<W*>(p.grad[kind])[column] = convert<W>(sum);
 }
 
@@ -67,9 +66,10 @@ template <class T>
 Status finish_weight_sums(const WeightSums& sums, Dtype weight_dtype, CUstream_st* stream) {
   if (sums.grad[0] == nullptr && sums.grad[1] == nullptr) return {};
   const int64_t columns = std::max(sums.columns[0], sums.columns[1]);
+  const FinishThreads threads = finish_threads(std::max(sums.rows[0], sums.rows[1]));
   Grid grid{};
-  grid.blocks = dim3(static_cast<unsigned>(ceil_div(columns, kWarpLanes)), 2);
-  grid.threads = dim3(kWarpLanes, kFinishRows);
+  grid.blocks = dim3(static_cast<unsigned>(ceil_div(columns, threads.columns)), 2);
+  grid.threads = dim3(threads.columns, threads.rows);
   return with_parameter_type<T>(weight_dtype, [&](auto tag) {
     using W = typename decltype(tag)::type;
     return launch_overlapped(add_weight_sums<Compute<T>, W>, grid, stream, sums);

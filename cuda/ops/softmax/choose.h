@@ -43,6 +43,9 @@ inline constexpr int kTileStaticBytes = (kMaxTileThreads + 2 * kMaxTileRows) * 8
 inline constexpr int kShortThreads = 128;
 inline constexpr int kShortItems = 4;                  // elements per thread, at most
 inline constexpr int kSingleRows = 8 * kShortThreads;  // of a block, if rows have one element
+/// Rows of a thread if there are many: with one row, its few bytes in flight do not hide the
+/// latency.
+inline constexpr int kShortRows = 4;
 /// Longest short row, in bytes.
 inline constexpr int64_t kShortBytes = 96;
 /// Short rows of whole vectors that need more threads per SM than this are read in whole vectors.
@@ -92,6 +95,7 @@ struct ShortPlan {
   static constexpr const char* kWhy = "A row is short: threads of a warp share it.";
   int64_t blocks;
   int log_lanes;  // threads of a row
+  int rows;       // of a thread: 1 or kShortRows
 };
 
 using SoftmaxPlan = std::variant<RegistersPlan, PartsPlan, StridedPlan, TilePlan, ShortPlan>;
@@ -108,6 +112,21 @@ inline Alignment alignment_of_rows(const SoftmaxBackward& p) {
   return alignment_of(tensors, p.dtype, p.outer, p.length);
 }
 
+/// A warp for each row that would leave most of a second warp idle: more rows are in flight, and no
+/// barrier is needed. For one tensor, as the vectors of two fill the registers.
+inline std::optional<RowPlan> plan_warps(Dtype dtype, Alignment alignment, int64_t rows,
+                                         int64_t columns, const Device& device) {
+  constexpr int64_t kMostVectors = 5 * kWarpLanes;
+  const int lanes = vector_lanes(dtype);
+  const int64_t vectors =
+      alignment == Alignment::vector ? ceil_div(columns, lanes) : inner_vectors(columns, lanes);
+  const bool fits = vectors > kFewItems * kWarpLanes && vectors <= kMostVectors;
+  if (alignment == Alignment::scalar || !fits ||
+      rows < int64_t{device.multiprocessors} * kWarpLanes)
+    return std::nullopt;
+  return RowPlan{make_row_team(kWarpLanes, kRowThreads, 1), kManyItems};
+}
+
 /// `streams`: tensors that a thread holds.
 template <class Problem>
 SoftmaxPlan choose_rows(const Problem& p, Alignment alignment, int streams, bool masked,
@@ -118,8 +137,10 @@ SoftmaxPlan choose_rows(const Problem& p, Alignment alignment, int streams, bool
                                                    : 2;
     return StridedPlan{ceil_div(p.outer * p.inner, kStridedColumns), depth};
   }
-  const std::optional<RowPlan> rows =
-      plan_rows(p.dtype, alignment, p.length, streams, kSoftmaxClusterThreads, device);
+  std::optional<RowPlan> rows;
+  if (streams == 1) rows = plan_warps(p.dtype, alignment, p.outer, p.length, device);
+  if (!rows)
+    rows = plan_rows(p.dtype, alignment, p.length, streams, kSoftmaxClusterThreads, device);
   if (rows) return RegistersPlan{*rows, alignment, masked};
   // Rows whose offsets differ have one kernel, with and without a mask: fewer instantiations.
   const bool takes_mask = masked || alignment == Alignment::scalar;
@@ -147,8 +168,10 @@ std::optional<ShortPlan> make_short_plan(const Problem& p, Alignment alignment,
   if (adjacent && alignment == Alignment::vector &&
       threads > int64_t{kFewThreads} * device.multiprocessors)
     return std::nullopt;
-  if (p.length == 1) return ShortPlan{ceil_div(p.outer, kSingleRows), 0};
-  return ShortPlan{ceil_div(threads, kShortThreads), log_lanes};
+  if (p.length == 1) return ShortPlan{ceil_div(p.outer, kSingleRows), 0, 1};
+  const bool many = threads > int64_t{kShortRows * kFewThreads} * device.multiprocessors;
+  const int rows = many ? kShortRows : 1;
+  return ShortPlan{ceil_div(threads, kShortThreads * rows), log_lanes, rows};
 }
 
 inline std::optional<TilePlan> make_tile_plan(const Softmax& p, const Device& device) {

@@ -9,6 +9,9 @@ namespace torchkiln::cuda {
 namespace {
 
 constexpr int kSingleLoads = 8;  // in flight per thread
+/// Blocks per SM: 64 registers per thread with several rows.
+template <class T, int kRows>
+constexpr int kShortBlocks = kRows > 1 && sizeof(T) < 8 ? 8 : 1;
 
 /// The result of op for the elements of `lanes` adjacent threads.
 template <class C, class Op>
@@ -41,18 +44,18 @@ struct ShortSoftmax {
     return convert<T>(isfinite(value) ? C(kLog ? 0 : 1) : C(NAN));
   }
 
-  static __device__ __forceinline__ void row(const Problem& p, T (&x)[kShortItems],
-                                             const T (&)[kShortItems],
-                                             const bool (&has)[kShortItems], int lanes) {
-    C z[kShortItems], largest = C(kExcluded), sum = 0;
+  template <int kItems>
+  static __device__ __forceinline__ void row(const Problem& p, T (&x)[kItems], const T (&)[kItems],
+                                             const bool (&has)[kItems], int lanes) {
+    C z[kItems], largest = C(kExcluded), sum = 0;
 #pragma unroll
-    for (int k = 0; k < kShortItems; ++k) {
+    for (int k = 0; k < kItems; ++k) {
       z[k] = has[k] ? convert<C>(x[k]) * static_cast<C>(p.scale) : C(kExcluded);
       largest = fmax(largest, z[k]);
     }
     largest = reduce_lanes(largest, lanes, [](C a, C b) { return fmax(a, b); });
 #pragma unroll
-    for (int k = 0; k < kShortItems; ++k) {
+    for (int k = 0; k < kItems; ++k) {
       z[k] -= largest;
       const C exponential = Math::exp(z[k]);
       sum += exponential;
@@ -61,7 +64,7 @@ struct ShortSoftmax {
     sum = reduce_lanes(sum, lanes, [](C a, C b) { return a + b; });
     const C factor = kLog ? log(sum) : C(1) / sum;
 #pragma unroll
-    for (int k = 0; k < kShortItems; ++k) x[k] = convert<T>(kLog ? z[k] - factor : z[k] * factor);
+    for (int k = 0; k < kItems; ++k) x[k] = convert<T>(kLog ? z[k] - factor : z[k] * factor);
   }
 };
 
@@ -88,16 +91,17 @@ struct ShortGradient {
     return convert<T>(of_element(g, from, kLog ? g : g * from, static_cast<C>(p.scale)));
   }
 
-  static __device__ __forceinline__ void row(const Problem& p, T (&grad)[kShortItems],
-                                             const T (&y)[kShortItems], const bool (&)[kShortItems],
+  template <int kItems>
+  static __device__ __forceinline__ void row(const Problem& p, T (&grad)[kItems],
+                                             const T (&y)[kItems], const bool (&)[kItems],
                                              int lanes) {
     C total = 0;
 #pragma unroll
-    for (int k = 0; k < kShortItems; ++k)
+    for (int k = 0; k < kItems; ++k)
       total += kLog ? convert<C>(grad[k]) : convert<C>(grad[k]) * convert<C>(y[k]);
     total = reduce_lanes(total, lanes, [](C a, C b) { return a + b; });
 #pragma unroll
-    for (int k = 0; k < kShortItems; ++k)
+    for (int k = 0; k < kItems; ++k)
       grad[k] = convert<T>(
           of_element(convert<C>(grad[k]), convert<C>(y[k]), total, static_cast<C>(p.scale)));
   }
@@ -108,31 +112,39 @@ struct ShortGradient {
   }
 };
 
-/// 2^log_lanes threads of a warp have a row, up to kShortItems elements each.
-template <class Row>
-__global__ void __launch_bounds__(kShortThreads)
+/// 2^log_lanes threads of a warp have a row, up to kItems elements each. A thread has elements of
+/// kRows rows, whose loads are in flight together.
+template <class Row, int kRows, int kItems>
+__global__ void __launch_bounds__(kShortThreads, kShortBlocks<typename Row::T, kRows>)
     softmax_short_rows(typename Row::Problem p, int log_lanes) {
   using T = typename Row::T;
-  const int64_t thread = int64_t{blockIdx.x} * kShortThreads + threadIdx.x;
-  const int64_t row = thread >> log_lanes;
+  const int64_t begin = int64_t{blockIdx.x} * (kShortThreads * kRows) + threadIdx.x;
   const int lanes = 1 << log_lanes;
-  const int first = static_cast<int>(thread) & (lanes - 1);
-  T elements[kShortItems], of_second[kShortItems];
-  bool has[kShortItems];
+  const int first = static_cast<int>(threadIdx.x) & (lanes - 1);
+  T elements[kRows][kItems], of_second[kRows][kItems];
+  bool has[kRows][kItems];
   wait_for_previous_kernel();
 #pragma unroll
-  for (int k = 0; k < kShortItems; ++k) {
-    const int column = first + k * lanes;
-    has[k] = row < p.outer && column < p.length;
-    elements[k] = of_second[k] = T(0);
-    if (!has[k]) continue;
-    elements[k] = Row::first(p)[row * p.outer_stride + column * p.stride];
-    if constexpr (Row::kStreams > 1) of_second[k] = Row::second(p)[row * p.length + column];
-  }
-  Row::row(p, elements, of_second, has, lanes);
+  for (int r = 0; r < kRows; ++r) {
+    const int64_t row = (begin + r * kShortThreads) >> log_lanes;
 #pragma unroll
-  for (int k = 0; k < kShortItems; ++k)
-    if (has[k]) Row::result(p)[row * p.length + first + k * lanes] = elements[k];
+    for (int k = 0; k < kItems; ++k) {
+      const int column = first + k * lanes;
+      has[r][k] = row < p.outer && column < p.length;
+      elements[r][k] = of_second[r][k] = T(0);
+      if (!has[r][k]) continue;
+      elements[r][k] = Row::first(p)[row * p.outer_stride + column * p.stride];
+      if constexpr (Row::kStreams > 1) of_second[r][k] = Row::second(p)[row * p.length + column];
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int64_t row = (begin + r * kShortThreads) >> log_lanes;
+    Row::row(p, elements[r], of_second[r], has[r], lanes);
+#pragma unroll
+    for (int k = 0; k < kItems; ++k)
+      if (has[r][k]) Row::result(p)[row * p.length + first + k * lanes] = elements[r][k];
+  }
 }
 
 /// Rows of one element.
@@ -165,7 +177,13 @@ Status launch_short(const typename Row::Problem& p, const ShortPlan& plan, CUstr
   if (plan.blocks > kMaxGridX) return {"too many rows for one launch"};
   const Grid grid{dim3(static_cast<unsigned>(plan.blocks)), dim3(kShortThreads)};
   if (p.length == 1) return launch_overlapped(softmax_singles<Row>, grid, stream, p);
-  return launch_overlapped(softmax_short_rows<Row>, grid, stream, p, plan.log_lanes);
+  const auto launch = [&](auto kernel) {
+    return launch_overlapped(kernel, grid, stream, p, plan.log_lanes);
+  };
+  if (plan.rows == 1) return launch(softmax_short_rows<Row, 1, kShortItems>);
+  // Of pairs, half of the items would be empty.
+  return p.length == 2 ? launch(softmax_short_rows<Row, kShortRows, 2>)
+                       : launch(softmax_short_rows<Row, kShortRows, kShortItems>);
 }
 
 }  // namespace

@@ -158,6 +158,9 @@ def text(draw: Draw) -> str:
     """The call as Python code."""
 
     def of(value: object) -> str:
+        if isinstance(value, torchkiln.QuantizedWeight):  # of a tensor as large
+            weight = torch.empty(value.data.shape, device=value.data.device)
+            return f"torchkiln.quantize_weight({tensor_text(weight)})"
         return tensor_text(value) if isinstance(value, Tensor) else repr(value)
 
     op = draw.case.spec.op

@@ -22,7 +22,10 @@ BROADCAST = "; to broadcast, pass *torch.broadcast_tensors(gate, up)"
 
 @eager(_C.swiglu, beside=("out",))
 def swiglu(gate: Tensor, up: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-    """Returns ``silu(gate) * up``, contiguous, where ``silu(x)`` is ``x / (1 + exp(-x))``.
+    """Returns ``silu(gate) * up``, where ``silu(x)`` is ``x / (1 + exp(-x))``.
+
+    The result is contiguous, but has the strides of ``gate`` if ``gate`` and ``up`` are dense in
+    one other order, such as two transposed matrices.
 
     Args:
         gate: any shape; float32, float64, float16 or bfloat16. Half precision is computed in
@@ -44,7 +47,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, out: Tensor | None = None)
 def geglu(
     gate: Tensor, up: Tensor | None = None, approximate: Literal["none", "tanh"] = "none"
 ) -> Tensor:
-    """Returns ``gelu(gate) * up``, contiguous.
+    """Returns ``gelu(gate) * up``, with the strides of :func:`swiglu`.
 
     Args:
         gate: as for :func:`swiglu`.
@@ -62,7 +65,7 @@ def _geglu(gate: Tensor, up: Tensor | None) -> Tensor:
 
 @eager(_C.geglu_tanh)
 def geglu_tanh(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """Returns ``gelu_tanh(gate) * up``, contiguous; shapes as for :func:`swiglu`."""
+    """Returns ``gelu_tanh(gate) * up``; shapes and strides as for :func:`swiglu`."""
     first, second = _halves("geglu_tanh", gate, up)
     return F.gelu(first, approximate="tanh") * second
 

@@ -53,10 +53,15 @@ class Sample:
         return max(int(self.args[i].numel()) for i in self.positions)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Sample:
-        """The call with ``function`` applied to every tensor."""
-        args = tuple(function(a) if isinstance(a, Tensor) else a for a in self.args)
-        kwargs = {k: function(a) if isinstance(a, Tensor) else a for k, a in self.kwargs.items()}
-        return replace(self, args=args, kwargs=kwargs)
+        """The same call with ``function`` applied to every tensor, also in named tuples."""
+
+        def mapped(value: Any) -> Any:
+            if isinstance(value, tuple) and hasattr(value, "_fields"):
+                return type(value)(*map(mapped, value))
+            return function(value) if isinstance(value, Tensor) else value
+
+        args = tuple(map(mapped, self.args))
+        return replace(self, args=args, kwargs={k: mapped(a) for k, a in self.kwargs.items()})
 
     def substitute(self, position: int, value: Any, suffix: str = "") -> Sample:
         """The call with another argument at ``position``."""

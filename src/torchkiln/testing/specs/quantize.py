@@ -1,22 +1,29 @@
 """The contract of the linear layer in float8_e4m3fn.
 
-The reference is exact but for quantisation: it rounds the same factors to E4M3 by torch's
-conversion, in forward and in backward, and multiplies them in float64. tests/ops/test_quantize.py
-compares the ops that return E4M3 with it bit by bit.
+The reference is the exact quantised one: it rounds the same factors to E4M3 by torch's conversion,
+in forward and in backward, and multiplies them in float64. tests/ops/test_quantize.py compares the
+ops that return E4M3 with it bit by bit.
+
+The op is timed beside torch's layer in the dtype of x at sizes that :func:`torchkiln.replace` gives
+to FP8, and beside torch's casts and product in E4M3 at sizes that it leaves alone.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import torchkiln
+from torchkiln.testing import scaled_product
 from torchkiln.testing.compare import steps
-from torchkiln.testing.data import normal
+from torchkiln.testing.data import drawn_size, drawn_sizes, normal
 from torchkiln.testing.derive import layer
 from torchkiln.testing.refusals import SPARSE, GoodCall
 from torchkiln.testing.sample import Invalid, Sample
@@ -143,6 +150,49 @@ def bench_variants(
     yield "3.5 x as wide", Sample("wide", (x, weight / shape[1] ** 0.5))
 
 
+MOST_INSIDE = 1 << 13
+"""The most columns of a drawn weight."""
+MOST_TOKENS = 1 << 14
+"""The most rows of a drawn call of a layer of usual size."""
+
+
+def drawn(device: torch.device, dtype: torch.dtype, rng: Random, most: int) -> Sample:
+    """A layer as wide as its input or 3.5 times as wide; half of the layers have usual sizes.
+
+    The weight was quantised before, as :class:`torchkiln.nn.LinearFP8` does once per version.
+    """
+    if rng.random() < 0.5:
+        rows, inside = drawn_sizes(rng, most, 2)
+    else:
+        rows, inside = drawn_size(rng, MOST_TOKENS), BLOCK * rng.randint(8, MOST_INSIDE // BLOCK)
+    inside = min(inside, MOST_INSIDE, math.isqrt(most))
+    outside = min(inside * rng.choice((2, 7)) // 2, most // inside)
+    rows = min(rows, most // max(inside, outside))
+    x = torch.randn(rows, inside, device=device, dtype=dtype)
+    weight = torch.randn(outside, inside, device=device, dtype=dtype) / inside**0.5
+    return Sample("drawn", (x, weight), {"quantized": torchkiln.quantize_weight(weight)})
+
+
+def usual(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    quantized: torchkiln.QuantizedWeight | None = None,
+) -> Tensor:
+    """Torch's layer in the dtype of x where FP8 should gain, else its layer in E4M3.
+
+    A CPU has no product in E4M3.
+    """
+    # At the top of the file, it would be a circular import.
+    from torchkiln.patch.fp8 import STEP, gains  # noqa: PLC0415
+
+    is_whole = not any(size % STEP for size in weight.shape)
+    if not x.is_cuda or (is_whole and gains(x.shape[:-1].numel(), weight)):
+        return F.linear(x, weight, bias)
+    return scaled_product.linear(x, weight, bias, quantized)
+
+
 def operations(sample: Sample) -> tuple[int, int]:
     """A multiplication and an addition for each term; backward has two products."""
     x, weight = sample.args[:2]
@@ -175,7 +225,7 @@ LINEAR_FP8 = OpSpec(
     op=torchkiln.linear_fp8,
     reference=reference,
     composite=composite,
-    usual=torch.nn.functional.linear,
+    usual=usual,
     magnitude=magnitude,
     gradient_magnitude=magnitude,
     inputs=inputs,
@@ -184,6 +234,7 @@ LINEAR_FP8 = OpSpec(
     invalid=invalid,
     bench=bench,
     bench_variants=bench_variants,
+    drawn=drawn,
     large=None,
     operations=operations,
     autocast=(0,),
