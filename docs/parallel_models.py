@@ -34,6 +34,8 @@ LLAMA = Sizes(128256, 4096, 14336, 32, 8, 4, 4, 4096)
 """Four layers with the sizes of Llama 3 8B."""
 TINY = Sizes(256, 1024, 512, heads=8, kv_heads=4, blocks=1, sequences=4, length=16)
 """Each of four processes of tensor parallel has whole blocks of 128 features."""
+TINY_FOR_EIGHT = Sizes(256, 128, 64, heads=8, kv_heads=8, blocks=1, sequences=8, length=8)
+"""Each of eight processes has a head and a sequence."""
 
 Step = Callable[[Tensor, Tensor], Tensor]
 """Forward and backward for tokens and the next tokens; the loss."""

@@ -33,7 +33,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parallel_models import BLOCKS, COLUMNS, ENGINES, LLAMA, TINY, WithLoss, prepared, shape_of
+from parallel_models import (
+    BLOCKS,
+    COLUMNS,
+    ENGINES,
+    LLAMA,
+    TINY,
+    TINY_FOR_EIGHT,
+    WithLoss,
+    prepared,
+    shape_of,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -54,7 +64,7 @@ Step = Callable[[], Tensor]
 
 def llama(given: argparse.Namespace, device: torch.device, column: Row) -> Step:
     """A step of the language model."""
-    sizes = TINY if given.tiny else LLAMA
+    sizes = {0: LLAMA, 4: TINY, 8: TINY_FOR_EIGHT}[given.tiny]
     count = dist.get_world_size()
     shape = shape_of(column["engine"], count, min(given.tensor, count))
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
@@ -223,7 +233,10 @@ def main(words: list[str]) -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--commit", default="", help="needed outside of a checkout")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, for a test")
+    tiny = "small sizes for a test in 4 processes, or in 8"
+    parser.add_argument(
+        "--tiny", type=int, choices=(4, 8), nargs="?", const=4, default=0, help=tiny
+    )
     parser.add_argument("--out", type=Path, help="a file for the lines")
     given = parser.parse_args(words)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # nothing here writes over outputs
