@@ -82,14 +82,14 @@ class Quick(nn.Module):
 
 
 class Doubled(nn.Module):
-    """A class with a registered forward."""
+    """A module whose class has a registered forward: :func:`doubled`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + x
 
 
 def doubled(_: nn.Module, x: Tensor) -> Tensor:
-    """The registered forward."""
+    """The forward that is registered for :class:`Doubled`."""
     return 2 * x
 
 
@@ -102,7 +102,7 @@ class Net(nn.Module):
         self.body = nn.Sequential(Rms(8), Block(8), nn.GELU(), Quick(), Doubled(), nn.Softmax(-1))
         self.gated = GatedRms(8)
         self.wide = nn.Linear(512, 513)
-        # One number in the file, in place of 1 MiB.
+        # An expanded scalar: the file stores one number instead of 1 MiB.
         self.wide.weight = nn.Parameter(torch.full((1,), 0.5).expand(513, 512))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class Net(nn.Module):
 
 
 def example() -> Tensor:
-    """The input of the file's output."""
+    """The input for which the file stores the output."""
     return torch.linspace(-2, 3, 3 * 5 * 5).reshape(3, 1, 5, 5)
 
 

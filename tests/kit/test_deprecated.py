@@ -75,7 +75,7 @@ def test_a_former_argument_without_a_default() -> None:
 
 
 def test_a_former_argument_under_compile() -> None:
-    """The graph has no break, and no warning."""
+    """A call with a deprecated argument compiles to one graph, without a warning."""
     former: Any = routed
     found = torch.compile(lambda x: former(x, check_target=False), fullgraph=True, backend="eager")
     assert found(3) == (3, 1, False)

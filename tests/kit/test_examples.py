@@ -1,4 +1,4 @@
-"""The programs in docs/examples run and print what they promise."""
+"""The programs in docs/examples run and print what their pages state."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_both_trainings_are_the_same(example: ModuleType) -> None:
         torch.set_num_threads(threads)
     ours, theirs = runs["torchkiln"].losses, runs["torch"].losses
     assert ours[0] == pytest.approx(theirs[0], abs=1e-5)
-    # Rounding differences grow from step to step.
+    # Rounding differences grow from step to step, so only the first 20 losses are compared.
     assert ours[:20] == pytest.approx(theirs[:20], abs=1e-3)
     assert sum(ours[-5:]) < 0.5 * sum(ours[:5])
 
@@ -122,7 +122,7 @@ def test_its_kernels_compile(example: ModuleType) -> None:
 
 
 def losses(device: torch.device, processes: int, folder: Path, *options: str) -> dict[int, float]:
-    """The losses of a run of the parallel example by step."""
+    """The loss of each step, from a run of the parallel example."""
     words = ("--dtype", "float64", *options)
     said = launched(FOLDER / "parallel.py", device, processes, folder, *words)
     found = re.findall(r"^step (\d+): loss (\S+)$", said, re.MULTILINE)

@@ -30,7 +30,7 @@ from replace_zoo.zoo import (
 
 @dataclasses.dataclass
 class Config:
-    """Settings of a norm."""
+    """A configuration that holds the eps of a norm."""
 
     eps: float
 
@@ -78,7 +78,7 @@ for name, make in {
 
 
 class Half(nn.Module):
-    """Half precision before a norm of another dtype."""
+    """Casts to bfloat16, before a norm of another dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.bfloat16()
