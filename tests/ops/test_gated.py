@@ -57,7 +57,7 @@ def test_layouts_differ(device: torch.device, spec: OpSpec) -> None:
 def test_half_precision_is_rounded_once(
     device: torch.device, spec: OpSpec, dtype: torch.dtype
 ) -> None:
-    """The activation is not rounded before it is multiplied."""
+    """The activation is not rounded before the multiplication."""
     gate, up = (torch.randn(67, 129, device=device).to(dtype) for _ in range(2))
     exact = spec.reference(gate.double(), up.double())
     info = torch.finfo(dtype)
@@ -128,7 +128,7 @@ def test_what_does_not_divide_is_refused_in_a_graph(spec: OpSpec) -> None:
 
 @pytest.mark.parametrize("op", [torchkiln.swiglu, torchkiln.geglu, geglu_tanh])
 def test_shapes_that_would_broadcast(device: torch.device, op: Any) -> None:
-    """The error names the call that makes them equal, and that call works with gradients."""
+    """The error names a call that broadcasts both; that call works and has gradients."""
     gate = torch.randn(3, 4, device=device, requires_grad=True)
     up = torch.randn(4, device=device, requires_grad=True)
     words = (

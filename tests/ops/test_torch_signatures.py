@@ -13,10 +13,10 @@ import torchkiln
 
 Parameter = inspect.Parameter
 DEPRECATED = {"size_average", "reduce"}
-"""Parameters that torch has kept for old code. Those behind them are keyword-only here."""
+"""Parameters that torch has deprecated. Those after them are keyword-only here."""
 
 REQUIRED = {("Softmax", "dim"), ("LogSoftmax", "dim")}
-"""Parameters without a default here: torch chooses the dimension with a warning."""
+"""Parameters without a default here; torch chooses a dimension and warns."""
 
 
 def torchs_class(cls: type[nn.Module]) -> type[nn.Module] | None:
