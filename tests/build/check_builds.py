@@ -24,7 +24,7 @@ TRIAL = "import torch, torchkiln; assert torchkiln.relu(-torch.ones(3)).tolist()
 
 def run(*command: str | Path, **environment: str) -> None:
     start = time.perf_counter()
-    # ccache finds fewer files for a folder with another name unless it knows the base folder.
+    # ccache finds files under another folder's name only if it has the base folder.
     cache = {"CCACHE_BASEDIR": str(ROOT), "CCACHE_NOHASHDIR": "1"}
     done = subprocess.run(command, env=os.environ | cache | environment, check=False)
     print(f"=== {command[0]} ...: {time.perf_counter() - start:.0f} s", flush=True)
@@ -63,7 +63,7 @@ def build_as_a_part(folder: Path) -> None:
 
 
 def lay_out(toolkit: Toolkit, root: Path, registry: bool) -> None:
-    """Links to a toolkit, in a folder that is then closed."""
+    """Creates a folder with links to the parts of a toolkit, and makes it read-only."""
     root.mkdir(parents=True)
     if registry:
         lib = "lib64" if (toolkit.root / "lib64").exists() else "lib"

@@ -9,7 +9,7 @@ BATCH_NORM = "cuda/ops/batch_norm"
 GROUP_NORM = "cuda/ops/group_norm"
 ROWWISE = "cuda/detail/rowwise"
 BY_DTYPE = "cuda/by_dtype"
-"""In the build folder, where CMake writes these files."""
+"""The folder in the build folder where CMake writes these files."""
 
 NORMS = (
     Fault(

@@ -283,8 +283,8 @@ PATTERNS = {
 @pytest.mark.parametrize("width", [2, 6, 12, 37, 130, 333, 422, 1100])
 @pytest.mark.parametrize("name", PATTERNS)
 def test_rows_of_any_width(device: torch.device, name: str, width: int, dtype: torch.dtype) -> None:
-    """Vectors of all sizes, several warps per row, and columns with so many entries that they are
-    split; the product and both gradients.
+    """The product and both gradients agree for all sizes of vectors, for several warps per row, and
+    for columns with so many entries that they are split.
     """
     rows, columns, entries = PATTERNS[name]
     torch.manual_seed(width)

@@ -24,7 +24,7 @@ assert torchkiln.build_info()["torch"].startswith("{minor}."), torchkiln.build_i
 assert torch.__version__.startswith("{minor}."), torch.__version__
 print(f"{{middle - start:.3f}} {{end - middle:.3f}}")
 """
-# Without a matching torch the import must fail before it loads a library.
+# With these versions of torch, the import must fail before it loads a library.
 FALSE_TORCHES = (
     ("2.10.0", "13.0", "but found torch 2.10.0 ("),
     ("2.16.0", "13.3", "but found torch 2.16.0 ("),

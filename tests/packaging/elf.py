@@ -17,7 +17,7 @@ class Library:
     soname: str | None
     needed: tuple[str, ...]
     runpath: tuple[str, ...]
-    undefined: frozenset[str]  # without the weak ones, which may stay unresolved
+    undefined: frozenset[str]  # without weak ones, which may be missing
     defined: frozenset[str]
     functions: frozenset[str]  # defined ones, without inline functions and templates
     versions: frozenset[str]  # GLIBC_2.17, GLIBCXX_3.4.21, ...

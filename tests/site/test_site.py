@@ -1,5 +1,5 @@
-"""The site of `nox -s docs`, whose folder is in TORCHKILN_SITE: its links, and in a browser what a
-reader does with it."""
+"""The site of `nox -s docs`, in the folder of TORCHKILN_SITE: links, and what readers do
+in a browser."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ pytestmark = pytest.mark.skipif(not FOLDER, reason="nox -s docs builds the site 
 
 
 def pages() -> list[str]:
-    """The pages of the site, as addresses below it."""
+    """The paths of all pages, relative to the site."""
     return sorted(str(path.relative_to(SITE)) for path in SITE.rglob("*.html")) if FOLDER else []
 
 
 class Quiet(SimpleHTTPRequestHandler):
-    """Serves the site."""
+    """Serves the site without log messages."""
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -54,7 +54,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(autouse=True)
 def usual(request: pytest.FixtureRequest) -> None:
-    """A light desk, whatever the test before has set."""
+    """Sets the size of a desktop window and light colors."""
     if "browser" in request.fixturenames:
         browser: Browser = request.getfixturevalue("browser")
         browser.size(DESK)
@@ -62,7 +62,7 @@ def usual(request: pytest.FixtureRequest) -> None:
 
 
 class Links(HTMLParser):
-    """Addresses of a page, and the places in it that an address can name."""
+    """The links of a page, and the anchors that other pages can link to."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Links(HTMLParser):
 
 
 def test_no_link_is_broken() -> None:
-    """Files and places of the site exist; other addresses are whole ones."""
+    """Linked files and anchors of the site exist; other addresses are complete."""
     found = {SITE / page: Links(SITE / page) for page in pages()}
     assert len(found) > 30
     broken = []
@@ -102,7 +102,7 @@ CUT_OFF = """[...document.querySelectorAll('article :is(h1, h2, h3, p, li, dt, i
   .filter(one => !one.closest('.table-wrapper, pre, .headerlink'))
   .filter(one => one.getBoundingClientRect().right > innerWidth + 1)
   .map(one => one.innerText.slice(0, 40) || one.src)"""
-"""Parts that end to the right of the window, where a part around them may hide the rest."""
+"""Elements that extend beyond the right of the window, unless an ancestor hides that part."""
 
 
 @pytest.mark.parametrize("page", pages())
@@ -203,7 +203,7 @@ CONTRAST = """(() => {
   return seen.filter(one => one.innerText.trim() && !one.closest('.headerlink') && ratio(one) < 4.5)
     .map(one => `${one.innerText.slice(0, 30)}: ${ratio(one).toFixed(1)}`);
 })()"""
-"""Text whose contrast is below the 4.5 that WCAG asks for."""
+"""Elements whose contrast is below 4.5, the minimum of WCAG."""
 
 GROUND = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)"
 
