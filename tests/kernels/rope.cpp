@@ -45,7 +45,7 @@ Launch launch_of(const QkvAcrossChoice& choice, int per_multiprocessor) {
   return launch;
 }
 
-/// Heads of 128 elements, a fourth as many of keys; the queries of a token have `columns` elements.
+/// Queries of `columns` elements per token in heads of 128, and a quarter as many heads of keys.
 void write_rope(const Gpu& gpu, int64_t rows, int64_t columns) {
   const int64_t heads = std::clamp<int64_t>(columns / kHeadDim, 1, kMostHeads);
   const int64_t keys = std::max<int64_t>(heads / kQueriesPerKey, 1);
