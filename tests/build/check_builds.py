@@ -1,9 +1,9 @@
 """Usage: check_builds.py [spaces] [part] [nvcc]
 
-Builds for real where builds go wrong, beside the torch of this Python, all three unless some are
-named: `spaces` makes the package of sources, and puts it, where paths have spaces; `part` makes the
-kernels as a part of another project; `nvcc` compiles a kernel with a toolkit of links in a folder
-that cannot be written, laid out as the system's and as the registry's.
+Runs builds that are likely to fail, with the torch of this Python; all three unless some are named.
+`spaces` builds, installs and imports the package where all paths have spaces; `part` builds the
+kernels as a part of another project; `nvcc` compiles a kernel with a toolkit made of links in a
+read-only folder, in the system's and in the registry's layout.
 """
 
 from __future__ import annotations

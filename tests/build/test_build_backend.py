@@ -1,4 +1,4 @@
-"""The torch that a build requires: pip must keep the installed one, and fetch none unasked."""
+"""Requirements of a build: pip must keep the installed torch, and download one only on request."""
 
 from __future__ import annotations
 

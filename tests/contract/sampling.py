@@ -1,11 +1,11 @@
 """The part of the contract that one run of the suite covers; docs/contract.md has the rule.
 
-A day's sample keeps every check that is quick. Checks that are marked slow or large run for one op
-in twelve, the longest checks that trace for one op in four, in one dtype. Forms, such as an op in
-place, take a quarter of their quick checks. Checks whose code differs little between dtypes run in
-float32 and one other. Of the values of a parameter that ``pytest.mark.rotates`` names, one in
-``count`` runs. Days take turns: twelve days in a row run every case. ``--full`` runs all cases,
-``--shard=I/N`` each N-th test from the I-th on.
+A day's sample has every quick check of the ops. Slow and large checks run for one op in twelve, the
+longest checks that trace for one op in four, in one dtype. Forms, such as an in-place op, have a
+quarter of their quick checks. Checks whose code differs little between dtypes run in float32 and
+one other. Of the values of a parameter that ``pytest.mark.rotates`` names, one in ``count`` runs.
+Days rotate: twelve successive days run every case. ``--full`` runs all cases, ``--shard=I/N`` each
+N-th test from the I-th on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command, its exit statuses, JSON, a folder, and specs in place of a reference."""
+"""torchkiln judge: exit statuses, JSON, a folder of candidates, a spec instead of a reference."""
 
 from __future__ import annotations
 

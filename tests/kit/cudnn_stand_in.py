@@ -1,4 +1,4 @@
-"""A stand-in for nvidia-cudnn-frontend: the same names and arguments, computed by torch."""
+"""A stand-in for nvidia-cudnn-frontend with the same names and arguments; torch computes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Graph:
         return node
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """A function that adds an operation of ``OPERATIONS`` and returns its node or nodes."""
+        """A function that adds an operation of ``OPERATIONS``; it returns the node or nodes."""
         count, function = OPERATIONS[name]
 
         def operation(*args: Node, **named: Any) -> Any:

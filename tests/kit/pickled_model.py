@@ -1,6 +1,6 @@
-"""The model of tests/data/replaced.pt, whose classes the file names; run it to write the file.
+"""The model of tests/data/replaced.pt, which names its classes. Running this file writes that one.
 
-Write it again only for a new minor version, after the file of the last one has been removed.
+Write it again only for a new minor version, after removing the file of the previous version.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FILE = Path(__file__).parents[1] / "data" / "replaced.pt"
 
 
 class Rms(nn.Module):
-    """A norm that is found by its formula."""
+    """An RMS norm, which replace() finds by its formula."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class GatedRms(Rms):
 
 
 class Quick(nn.Module):
-    """An activation that is found by its formula."""
+    """An activation that replace() finds by its formula."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.sigmoid(1.702 * x)
@@ -94,7 +94,7 @@ def doubled(_: nn.Module, x: Tensor) -> Tensor:
 
 
 class Net(nn.Module):
-    """One module of each kind of plan."""
+    """One module for each kind of plan of replace()."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def example() -> Tensor:
 
 
 if __name__ == "__main__":
-    import pickled_model  # classes of __main__ could not be loaded elsewhere
+    import pickled_model  # else the pickle would name __main__
 
     torch.manual_seed(0)
     model = pickled_model.Net().eval()

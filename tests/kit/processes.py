@@ -21,7 +21,7 @@ PRELOADED = (
     "torchkiln.testing",
     "torch.distributed.tensor.parallel",
     "torch.distributed.fsdp",
-    "torch._dynamo",  # at the first call of FSDP2 and of DistributedDataParallel
+    "torch._dynamo",  # imported by the first call of FSDP2 and DDP
 )
 """Modules that most of the processes import."""
 
@@ -128,7 +128,7 @@ def run_processes(script: str, device: torch.device, most: int, folder: Path) ->
 
 
 def leaving(program: Path, folder: Path) -> Path:
-    """A script that runs the program and then ends as the processes of run_processes() do."""
+    """A script that runs the program, then ends at once, without Python's shutdown."""
     script = folder / "leaving.py"
     find_it = f"import runpy, sys\nsys.path.insert(0, {str(program.parent)!r})\n"
     run_it = f"runpy.run_path({str(program)!r}, run_name='__main__')\n"

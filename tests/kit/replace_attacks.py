@@ -1,4 +1,4 @@
-"""Modules that the tests of attacks share."""
+"""Modules that tests share which try to make replace() wrong."""
 
 from __future__ import annotations
 

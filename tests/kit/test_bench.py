@@ -1,4 +1,4 @@
-"""Clocks, rows and tables of the benchmark."""
+"""Clocks, measured rows and tables of the benchmark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of a run."""
+"""Charts of a benchmark's record."""
 
 from __future__ import annotations
 

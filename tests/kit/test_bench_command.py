@@ -70,7 +70,7 @@ def test_the_ops_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "theirs.py").write_text(f"{source}SPECS = (replace(OURS[0], name='theirs'),)\n")
     (tmp_path / "nothing.py").write_text("SPECS = (1,)\n")
     monkeypatch.setattr(sys, "path", [*sys.path])
-    # Named like a module of Python's own.
+    # The user's file has the name of a module of Python.
     (tmp_path / "json.py").write_text((tmp_path / "theirs.py").read_text())
     by_file = command.plan(bench_parser.bench(["--device=cpu", f"--specs={tmp_path / 'json.py'}"]))
     assert [spec.name for spec in by_file.specs] == ["theirs"]

@@ -1,4 +1,4 @@
-"""Peers are called as their users call them; a peer that is not called has a reason."""
+"""Peers are called as their users call them; each peer that is left out has a reason."""
 
 from __future__ import annotations
 

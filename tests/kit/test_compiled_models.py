@@ -99,7 +99,7 @@ def error(found: Tensor, truth: Tensor) -> float:
 
 
 def ops_in(caplog: pytest.LogCaptureFixture) -> dict[str, int]:
-    """The ops that the backend has logged."""
+    """The names of ops in the backend's log."""
     found: dict[str, int] = {}
     for record in caplog.records:
         words = record.getMessage()
@@ -291,4 +291,4 @@ def test_the_table_chooses(tmp_path: Path) -> None:
     assert choice("swiglu", torch.empty(3, 100))
     assert not choice("swiglu", torch.empty(3, 3000))
     assert not choice("swiglu", torch.empty(3, 100, dtype=torch.bfloat16))
-    assert not Choice()("swiglu", torch.empty(3, 100))  # nothing was measured on a CPU
+    assert not Choice()("swiglu", torch.empty(3, 100))  # a CPU has no measured times

@@ -1,4 +1,4 @@
-"""The demo: errors, speeds, training, and what it prints."""
+"""torchkiln demo: errors, speeds, training, and its output."""
 
 from __future__ import annotations
 

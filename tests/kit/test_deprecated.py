@@ -1,4 +1,4 @@
-"""Former names of arguments and attributes."""
+"""Deprecated names of arguments and attributes still work, with a warning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products in FP8 on several devices: the sharding rules, tensor parallel, and FSDP2."""
+"""FP8 products on several devices: sharding rules, tensor parallelism, and FSDP2."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def losses(device: torch.device, processes: int, folder: Path, *options: str) ->
 def test_several_processes_have_the_losses_of_one(
     device: torch.device, tensor_parallel: str, tmp_path: Path
 ) -> None:
-    """Half as many processes that continue from the checkpoint have the same losses, too."""
+    """Losses of four processes, and of two that load their checkpoint, are those of one."""
     count = processes_on(device, 4)
     folder, way = str(tmp_path / "checkpoint"), ("--tensor-parallel", tensor_parallel)
     alone = losses(device, 1, tmp_path, "--steps", "5")
@@ -146,5 +146,5 @@ def test_several_processes_have_the_losses_of_one(
 
 def test_every_example_is_tested() -> None:
     here = {"train", "transformer", "resnet", "jit_to_package", "parallel"}
-    tested = here | {"grpo", "post_training"}  # in test_post_training.py
+    tested = here | {"grpo", "post_training"}  # tested in test_post_training.py
     assert {path.stem for path in FOLDER.glob("*.py")} == tested

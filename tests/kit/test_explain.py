@@ -1,4 +1,4 @@
-"""explain() reports what a call did."""
+"""explain() reports the kernels, copies and notes of a call."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_fallback() -> None:
     assert not found.spec
     assert found.forward.bytes == 2 * 8 * 16 * 4
 
-    product = explain(torch.mul, x, 2)  # casts the number first
+    product = explain(torch.mul, x, 2)  # torch first casts the number
     assert [step.op for step in product.forward.extra if step.kind == "fallback"] == ["aten::mul"]
     assert product.forward.allocated >= 8 * 16 * 4
 

@@ -39,7 +39,7 @@ def figures() -> Iterator[ModuleType]:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["figures"] = module
-    sys.path.insert(0, str(ROOT / "docs"))  # as for a script: figures imports op_reference
+    sys.path.insert(0, str(ROOT / "docs"))  # figures.py imports op_reference from docs/
     spec.loader.exec_module(module)
     yield module
     sys.path.remove(str(ROOT / "docs"))
@@ -165,7 +165,7 @@ def test_every_public_function_and_module_is_on_the_page_of_ops() -> None:
         "Quantized",
         "QuantizedWeight",
     }
-    for name in set(torchkiln.__all__) - others - {"fuse", "replace", "replaced"}:  # models.md
+    for name in set(torchkiln.__all__) - others - {"fuse", "replace", "replaced"}:  # in models.md
         assert f"| `torchkiln.{name}(" in text, name
     for name in torchkiln.nn.__all__:
         assert f"| `torchkiln.nn.{name}(" in text, name

@@ -1,4 +1,4 @@
-"""torchkiln.fuse: convolution, batch norm, residual sum and activation of a model as one call."""
+"""torchkiln.fuse: one call for convolution, batch norm, residual sum and activation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchkiln.fuse with recompute=True: results that are computed again in backward."""
+"""torchkiln.fuse(recompute=True): backward computes intermediate results again."""
 
 from __future__ import annotations
 

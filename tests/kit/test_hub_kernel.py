@@ -1,4 +1,4 @@
-"""``torchkiln new NAME --for hub`` and ``torchkiln check-hub DIR``."""
+"""``torchkiln new NAME --for hub`` writes a kernel that ``torchkiln check-hub DIR`` accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The overrides of torchtitan, applied by torchtitan; skipped where it is not installed."""
+"""The overrides for torchtitan, applied by torchtitan; skipped if it is not installed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def pair(config: Any, name: str, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def outcome(module: Any, inputs: tuple[Any, ...]) -> list[Tensor]:
-    """Results, and gradients of the inputs and parameters for given gradients of the results."""
+    """Results, and gradients of inputs and parameters for fixed incoming gradients."""
     leaves = [x.detach().requires_grad_() if x.is_floating_point() else x for x in inputs]
     module.zero_grad()
     y = module(*leaves)

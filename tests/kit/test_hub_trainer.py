@@ -1,4 +1,4 @@
-"""The callback of Hugging Face's trainer, and the plug-in of axolotl."""
+"""The callback for Hugging Face's Trainer, and the plug-in for axolotl."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def llama() -> Any:
 
 
 def is_replaced(model: Any) -> bool:
-    """Whether the norms have torchkiln's forward."""
+    """Whether the model's norms run torchkiln's forward."""
     return type(model.model.norm).__name__ == "KilnLlamaRMSNorm"
 
 
@@ -61,7 +61,7 @@ def test_callback_replaces_once() -> None:
     assert report["model.layers.0.mlp"].reason == "skip"
     run(caller, "on_train_begin", "on_step_end", "on_train_end")
     assert callback.report is report
-    caller.model = llama()  # the model of another trial
+    caller.model = llama()  # a hyperparameter search's next model
     run(caller, "on_train_begin")
     assert is_replaced(caller.model)
 

@@ -1,4 +1,4 @@
-"""Imports between modules of torchkiln: no cycle, and no function hides a module."""
+"""Imports within torchkiln have no cycle, and no function has the name of a module."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def imported_by(path: Path) -> set[str]:
             members = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= members if members <= MODULES.keys() else {node.module, *members}
     name = name_of(path)
-    # `from torchkiln import _C` in a module of torchkiln.ops reads a name of the root package.
+    # In torchkiln.ops, `from torchkiln import _C` reads a name of the package that contains it.
     return {module for module in found & MODULES.keys() if not name.startswith(module + ".")}
 
 

@@ -1,4 +1,4 @@
-"""torchkiln.jit.elementwise: formulas, their derivatives, and the ops made of them."""
+"""torchkiln.jit.elementwise: formulas, their derivatives, and the ops created from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchkiln.jit.extension: flags, look-up of the toolkit, the lock."""
+"""torchkiln.jit.extension: flags, search for a toolkit, and the lock of a build."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ for _ in range(50):
 
 
 def test_many_processes_read_whole_files(folder: Path) -> None:
-    """Three processes write and read one cache entry."""
+    """Three processes that write and read one entry concurrently get complete data."""
     name = cache.key("shared")
     with ThreadPoolExecutor(3) as pool:
         done = list(pool.map(lambda _: forked(WRITE_AND_READ, name), range(3)))

@@ -100,7 +100,7 @@ def test_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learn_measure, "SOLUTIONS", ())
     monkeypatch.setattr(learn_measure, "SECONDS", 0.0)
     count, reasons = learn_measure.check("cpu")
-    assert count == 3  # two dtypes of the small size, one of the large size
+    assert count == 3  # 2 dtypes x small size + 1 x large size
     assert list(reasons) == ["wrong zeros"]
     found = learn_measure.measure(topic, reasons, "cpu")
     assert [row["call"] for row in found] == ["copy", shipped.idea]

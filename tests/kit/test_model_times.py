@@ -48,7 +48,7 @@ def test_own_blocks_compile_as_one_graph(monkeypatch: pytest.MonkeyPatch) -> Non
     (eager,) = measured("models", model="blocks", column="eager")
     assert row["loss"] == pytest.approx(eager["loss"], rel=1e-2)
     stages = row["compiling"]
-    assert 0 < stages["_compile.compile_inner"] <= row["start_seconds"] + 0.01  # rounded
+    assert 0 < stages["_compile.compile_inner"] <= row["start_seconds"] + 0.01  # both are rounded
     assert not row["replaced"]
 
 

@@ -1,4 +1,4 @@
-"""docs/removing-an-op.md names every file that an op has or that names it."""
+"""docs/removing-an-op.md names every file of an op, and every file that mentions the op."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Compiled:
         return graph.forward
 
     def calls(self) -> list[str]:
-        """``causal``, ``mask`` or ``all`` for each call of the last graph."""
+        """For each call of the last graph, its mask: ``causal``, ``mask`` or ``all``."""
         name = "scaled_dot_product_attention"
         nodes = [node for node in self.graphs[-1].graph.nodes if name in str(node.target)]
         return [

@@ -1,4 +1,4 @@
-"""Replaced modules read parameters, buffers and submodules as ``getattr`` does."""
+"""Replaced modules read parameters, buffers and submodules as attributes are read."""
 
 from __future__ import annotations
 

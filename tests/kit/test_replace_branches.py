@@ -1,4 +1,4 @@
-"""``torchkiln.replace``: sums before a branch, and forwards below decorators."""
+"""``torchkiln.replace``: residual sums before a branch, and forwards with decorators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torchkiln
 
 
 class After(nn.Module):
-    """The parts of a layer."""
+    """The submodules of the layers below."""
 
     def __init__(self, size: int = 32) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def wrapped(forward: Any) -> Any:
 
 
 class Decorated(After):
-    """A layer whose forward is decorated."""
+    """A layer whose forward has a decorator that calls it twice."""
 
     @wrapped
     def forward(self, x: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def times_tag(forward: Any) -> Any:
 
 
 class Tagged(After):
-    """A layer whose forward has an attribute."""
+    """A layer whose forward has an attribute that its decorator reads."""
 
     @times_tag
     @tagged
@@ -241,7 +241,7 @@ def test_other_decorators_keep_the_forward(make: type[nn.Module]) -> None:
 
 
 class Named(nn.LayerNorm):
-    """A class whose subclasses need an argument."""
+    """A norm whose subclasses need a keyword argument."""
 
     tag: str
 

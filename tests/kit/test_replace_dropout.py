@@ -1,4 +1,4 @@
-"""``torchkiln.replace``: dropouts before residual sums and norms."""
+"""``torchkiln.replace``: dropouts before a residual sum and a norm."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Layer(nn.Module):
 
 
 class Before(Layer):
-    """The dropout is a statement, as in BERT."""
+    """The dropout is a separate statement, as in BERT."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.mix(x)
@@ -43,7 +43,7 @@ class Returned(Layer):
 
 
 class Inside(Layer):
-    """The dropout is part of the sum."""
+    """The dropout is a part of the sum's expression."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.drop(self.mix(x))

@@ -56,7 +56,7 @@ class FeedForward(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers of all kinds, and a head."""
+    """A model with layers that FP8 replaces, and others: embeddings, router, odd sizes, head."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -37,7 +37,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Attention(nn.Module):
-    """Mixes tokens."""
+    """Attention whose projections all read the argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Attention(nn.Module):
 
 
 class Feed(nn.Module):
-    """A gated unit."""
+    """A gated feed-forward layer."""
 
     def __init__(self) -> None:
         super().__init__()

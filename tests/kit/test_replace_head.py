@@ -1,4 +1,4 @@
-"""``torchkiln.replace``: a head and the loss of its logits as one op."""
+"""``torchkiln.replace(head=True)``: the head and the loss of its logits become one op."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``torchkiln.replace``: linear layers and the activations behind them."""
+"""``torchkiln.replace``: linear layers that are fused with the activations after them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Inline(nn.Module):
 
 
 class Steps(Inline):
-    """``Inline`` with one statement per module, a dropout and a helper method."""
+    """``Inline`` with a statement per module, a dropout and a helper method."""
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         x = self.fc1(x)

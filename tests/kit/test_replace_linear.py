@@ -1,4 +1,4 @@
-"""``torchkiln.replace``: wide linear layers."""
+"""``torchkiln.replace``: linear layers with at least 512 inputs and outputs."""
 
 from __future__ import annotations
 

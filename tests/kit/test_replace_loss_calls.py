@@ -1,4 +1,4 @@
-"""``torchkiln.replace``: torch's losses that a forward calls."""
+"""``torchkiln.replace``: losses of torch that a forward calls."""
 
 from __future__ import annotations
 

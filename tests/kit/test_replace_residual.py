@@ -1,4 +1,4 @@
-"""``torchkiln.replace``: residual sums and the norms behind them."""
+"""``torchkiln.replace``: residual sums that are fused with the norms after them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``torchkiln.replace``: linear layers of one input."""
+"""``torchkiln.replace``: linear layers that read the same input."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ class Block(Recorded, metaclass=Meta):
 
 
 class Other(nn.Module, metaclass=Meta):
-    """Another class of the same metaclass."""
+    """A second class with the metaclass."""
 
 
 def test_registries_of_classes_do_not_see_ours() -> None:

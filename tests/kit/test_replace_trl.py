@@ -1,4 +1,4 @@
-"""torchkiln.replace of the helpers of TRL, as it is published."""
+"""torchkiln.replace of the helpers of the installed TRL."""
 
 from __future__ import annotations
 

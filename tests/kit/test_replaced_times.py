@@ -1,4 +1,4 @@
-"""docs/replaced_times.py: its modules are replaced, and the page has a row for each."""
+"""docs/replaced_times.py: its modules are replaced, and each has a row on the page."""
 
 from __future__ import annotations
 

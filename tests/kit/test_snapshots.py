@@ -1,6 +1,6 @@
-"""Snapshots of the public interface as text, tests/data/*.txt. docs/stability.md has the promise.
+"""Snapshots of the public interface, which docs/stability.md promises, in tests/data/*.txt.
 
-``python tests/kit/test_snapshots.py`` writes the files; a reviewer reads their difference.
+``python tests/kit/test_snapshots.py`` writes the files; a reviewer reads the difference.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ SIZES: dict[str, tuple[Any, ...]] = {
 
 
 def names() -> Iterator[str]:
-    """The public names of each public module."""
+    """The names in ``__all__`` of each public module."""
     for module in MODULES:
         yield module
         yield from (f"  {name}" for name in sorted(importlib.import_module(module).__all__))

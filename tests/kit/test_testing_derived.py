@@ -1,4 +1,4 @@
-"""Fields of a spec that are derived from its schema and samples: refused calls, traffic, sizes."""
+"""Fields of a spec that are computed from its schema and samples: refused calls, traffic, sizes."""
 
 from __future__ import annotations
 

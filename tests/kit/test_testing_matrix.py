@@ -1,4 +1,4 @@
-"""The page of the contract agrees with the result files, which have no failures."""
+"""The page of the contract agrees with the files of results, which contain no failure."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_calls_with_another_result_are_not_taken(ops: Any) -> None:
     vllm.register()
     takes = ops.rms_norm.impls["torchkiln"]["takes"]
     x = torch.ones(2, 8, dtype=torch.bfloat16)
-    assert not takes(x, torch.ones(8), 1e-6)  # the weight has another dtype
+    assert not takes(x, torch.ones(8), 1e-6)  # the weight's dtype differs
     assert not takes(x, None, 1e-6, 4)
     assert not takes(x.long(), None, 1e-6)
     takes = ops.fused_add_rms_norm.impls["torchkiln"]["takes"]

@@ -41,7 +41,7 @@ def source(tmp_path: Path) -> Path:
 
 
 class Watch:
-    """The command in a separate process."""
+    """``torchkiln watch`` in a new process."""
 
     def __init__(self, *arguments: object) -> None:
         self.process = subprocess.Popen(

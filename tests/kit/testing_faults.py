@@ -1,4 +1,4 @@
-"""Faults that the tests of checks share."""
+"""Helpers of tests that give faulty ops to the checks of the contract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One planted fault."""
+"""The fields of a planted fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of the kernels for rows, channels and products, each a mistake that is easy to make."""
+"""Faults of kernels for rows, channels and products, all of them mistakes that are easily made."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Trial(NamedTuple):
 
 
 def environment(package: Path, threads: int = 0) -> dict[str, str]:
-    """Variables with which Python imports the package in a folder."""
+    """Environment variables with which Python imports the package in this folder."""
     path = os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH")])])
     several = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     return {**os.environ, "PYTHONPATH": path, **several}
@@ -92,7 +92,7 @@ def failed_first(output: str) -> str:
 
 
 def run(package: Path, tests: Iterable[str], listed: Path, limit: float, threads: int) -> Trial:
-    """Run tests until one fails."""
+    """Run tests until one fails; returns the result."""
     tests = list(tests)
     if not tests:
         return Trial("missed")
@@ -125,7 +125,7 @@ class Suite:
         self.lock = threading.Lock()
 
     def collect(self, option: str) -> list[str]:
-        """The tests of a run; several threads share one collection."""
+        """The tests of a run; threads share one collection."""
         with self.lock:
             if option not in self.collected:
                 options = ("--collect-only", "-q", option, CONTRACT, OPS)

@@ -41,7 +41,7 @@ def carrier(found: Quantized) -> Tensor:
 
 
 def parts(result: Any) -> tuple[Any, ...]:
-    """The results of a call as a tuple."""
+    """The results of a call, as a tuple."""
     return result if type(result) is tuple else (result,)
 
 

@@ -68,7 +68,7 @@ def torchs(layer: Any, x: Tensor, residual: Tensor | None) -> Tensor:
 
 
 def torchs_results(device: torch.device) -> None:
-    """Outputs, gradients and running statistics are those of the whole batch in float64."""
+    """Outputs, gradients and running statistics equal torch's for the whole batch, in float64."""
     dtype = torch.float64
     cases = itertools.product(("equal", "unequal", "empty"), ACTS, (False, True), (False, True))
     for kind, act, has_residual, is_last in cases:

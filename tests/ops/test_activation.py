@@ -117,7 +117,7 @@ def test_gelu_of_float64_on_the_cpu_in_units_in_the_last_place() -> None:
 def test_half_precision_on_the_cpu_is_the_rounded_float32_result(
     op: str, dtype: torch.dtype
 ) -> None:
-    """All 65,536 bit patterns, and a run of 1,019 that ends in a partial vector."""
+    """All 65,536 numbers, and 1,019 of them with a partial vector, are float32 results, rounded."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     for x in (every, every[:1019]):
         found, expected = getattr(torchkiln, op)(x), getattr(torchkiln, op)(x.float()).to(dtype)

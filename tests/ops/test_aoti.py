@@ -1,4 +1,4 @@
-"""Models that AOTInductor has compiled call the C functions of ops."""
+"""Models compiled by AOTInductor call the C functions of ops."""
 
 from __future__ import annotations
 

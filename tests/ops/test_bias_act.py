@@ -42,7 +42,7 @@ def test_special_values(device: torch.device, dtype: torch.dtype) -> None:
 
 @every_dtype
 def test_gradient_at_special_values(device: torch.device, dtype: torch.dtype) -> None:
-    """As in torch.relu, the gradient is 0 at output 0, and passes at outputs NaN and infinity."""
+    """As with torch.relu, the gradient is 0 for outputs of 0, and passes for NaN and infinity."""
     x = torch.tensor([[0.0, -0.0, -1.0, 1.0, math.inf, -math.inf, math.nan]], dtype=dtype)
     x = x.repeat(3, 5).to(device)
     bias = torch.zeros(35, dtype=dtype, device=device)
@@ -56,7 +56,7 @@ def test_gradient_at_special_values(device: torch.device, dtype: torch.dtype) ->
 
 
 def test_overflow_of_half_precision(device: torch.device) -> None:
-    """The product may leave float16's range as long as the result does not."""
+    """x * scale may exceed float16's range if the result does not."""
     x = torch.full((4, 40), 60000.0, dtype=torch.float16, device=device)
     bias = torch.full((40,), -60000.0, dtype=torch.float16, device=device)
     assert (torchkiln.bias_act(x, bias, scale=2.0) == 60000.0).all()
@@ -83,7 +83,7 @@ def test_half_precision_is_rounded_once(
 
 @every_dtype
 def test_bias_gradient_of_integers_is_exact(device: torch.device, dtype: torch.dtype) -> None:
-    """Sums that float32 represents exactly are exact for any order of the terms."""
+    """The gradient of bias is exact if float32 represents the sums: any order of terms is."""
     rows, columns = 2053, 71
     grad = torch.randint(-3, 4, (rows, columns), device=device).to(dtype)
     x = torch.randint(0, 2, (rows, columns), device=device).to(dtype)
@@ -150,7 +150,7 @@ def test_a_sum_of_equal_rows(rows: int) -> None:
 @pytest.mark.large
 @pytest.mark.cuda
 def test_bias_gradient_of_more_than_2_to_the_31_elements() -> None:
-    """Every row counts, on both sides of element 2**31; float32 holds the sums exactly."""
+    """Rows on both sides of element 2**31 count in the sum, which float32 represents."""
     device = torch.device("cuda", 0)
     rows, columns = 1 << 16, (1 << 15) + 8
     row = torch.arange(rows, device=device).remainder(509).neg().to(torch.bfloat16)
@@ -374,7 +374,7 @@ def test_the_graph_of_a_transposed_x() -> None:
 def test_derivatives_of_the_fourth_order(
     device: torch.device, power: int, which: tuple[int, ...]
 ) -> None:
-    """Derivatives of a power of relu: relu's own second and higher derivatives are 0."""
+    """Derivatives up to the fourth of powers of relu equal torch's; relu'' is 0."""
     leaves = [drawn.requires_grad_() for drawn in torch.randn(2, 4, 5, device=device).double()]
     x, bias = leaves[0], leaves[1][0]
     chains = []

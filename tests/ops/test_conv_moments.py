@@ -1,4 +1,4 @@
-"""1x1 convolutions that compute the moments of their results, and the batch norm behind them."""
+"""1x1 convolutions that compute the moments of their results for the next batch norm."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def layouts(device: torch.device, dtype: torch.dtype) -> dict[str, tuple[Tensor,
 @every_dtype
 @pytest.mark.parametrize("kind", list(layouts(torch.device("cpu"), torch.float32)))
 def test_in_place(device: torch.device, dtype: torch.dtype, kind: str) -> None:
-    """The gradient has the right values, and no memory around the logits is written."""
+    """The gradient is right, and memory around the logits is not written."""
     logits, whole = layouts(device, dtype)[kind]
     target = contract.classes(logits, -100)
     before = whole.clone()
@@ -197,7 +197,7 @@ def test_in_place_with_packed_logits(device: torch.device) -> None:
 
 
 def test_in_place_is_noticed_by_autograd(device: torch.device) -> None:
-    """Later use of the logits in autograd raises an error."""
+    """Backward through another use of the overwritten logits raises an error."""
     used = "modified by an inplace operation"
     logits, target = some(device)
     logits = result(logits)
@@ -232,7 +232,7 @@ def test_in_place_is_not_differentiated_twice(device: torch.device) -> None:
 
 
 def test_in_place_with_a_gradient_of_probabilities(device: torch.device) -> None:
-    """The target's gradient is taken from the logits before they are overwritten."""
+    """The gradient of target probabilities is computed before the logits are overwritten."""
     found: list[Tensor] = []
     expected: list[Tensor] = []
     logits, _ = some(device)

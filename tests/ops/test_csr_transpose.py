@@ -16,7 +16,7 @@ INDICES = (torch.int32, torch.int64)
 
 @pytest.mark.parametrize("index", INDICES)
 def test_transposed_pattern(device: torch.device, index: torch.dtype) -> None:
-    """The entries are those of the transposed matrix, in the order of their original rows."""
+    """Entries are in the order of columns, and within a column in their original order."""
     crow, col = pattern(31, 7, device, index)
     values = torch.randn(col.shape, device=device)
     packed = torchkiln.csr_transpose(crow, col, 7)
@@ -42,7 +42,7 @@ PATTERNS = (
 def test_transposed_patterns_of_many_entries(
     device: torch.device, index: torch.dtype, batch: int, rows: int, columns: int, entries: int
 ) -> None:
-    """The pattern equals that of a stable sort by column, for each sort of the op."""
+    """Each of the op's sorts agrees with a stable sort by column."""
     torch.manual_seed(columns)
     row = torch.randint(rows, (batch, entries), device=device).sort().values
     col = torch.randint(columns, (batch, entries), device=device)

@@ -22,7 +22,7 @@ every_op = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 @every_op
 @pytest.mark.parametrize("shape", [(6,), (5, 8), (3, 4, 130), (2, 0), (0, 4)])
 def test_packed_is_two(device: torch.device, spec: OpSpec, shape: tuple[int, ...]) -> None:
-    """A packed tensor and its two halves give equal results and gradients."""
+    """A packed tensor, and its two halves as arguments, have equal results and gradients."""
     packed = torch.randn(shape, device=device, requires_grad=True)
     gate, up = (t.detach().requires_grad_() for t in packed.chunk(2, -1))
     one, two = spec.op(packed), spec.op(gate, up)

@@ -65,7 +65,7 @@ Tensors = tuple[Tensor, Tensor, Tensor]
 
 
 def draw(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.float64) -> Tensors:
-    """x, gate and weight that require gradients."""
+    """x, gate and weight, which require gradients."""
 
     def tensor(*sizes: int) -> Tensor:
         drawn = torch.randn(sizes, device=device, dtype=torch.float64)

@@ -60,7 +60,7 @@ def needs(*instructions: str) -> None:
 
 
 def checks_of(spec: OpSpec) -> set[str]:
-    """Checks of values, strides and gradients, without the ones that the spec excludes."""
+    """The checks of values, strides and gradients that the spec does not exclude."""
     names = {"values", "strides"} | ({"gradient_values"} if spec.differentiable else set())
     return names - spec.excluded.keys()
 

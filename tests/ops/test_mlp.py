@@ -89,7 +89,7 @@ def test_what_is_kept(device: torch.device, name: str) -> None:
 @both
 @each_save
 def test_tensors_of_hooks_are_not_overwritten(device: torch.device, name: str, save: str) -> None:
-    """Backward may reuse the memory of what it kept, unless a hook has seen it."""
+    """Backward does not overwrite a saved tensor that a hook has packed."""
     given = tensors(name, device)
     held: list[tuple[Tensor, Tensor]] = []
 
@@ -121,7 +121,7 @@ def test_a_graph_that_is_used_again(device: torch.device, name: str, save: Saved
 @pytest.mark.cuda
 @each_save
 def test_gradients_take_the_place_of_the_hidden_layer(save: Saved) -> None:
-    """Backward of gated_mlp allocates no second tensor of the size of gate and up."""
+    """Gradients use the memory of the hidden layer: no second tensor of its size is allocated."""
     rows, dim, hidden = 4096, 64, 512
     x, up, down = (
         torch.randn(size, device="cuda").bfloat16().requires_grad_()

@@ -46,7 +46,7 @@ def test_repr_tells_the_arguments() -> None:
 
 
 def test_meta_then_materialised() -> None:
-    """The way large models are made: on meta, then empty memory, then loaded."""
+    """A module can be made on meta, moved to empty memory, and loaded, as large models are."""
     layer = torchkiln.nn.BiasAct(4, device="meta")
     assert layer(torch.empty(3, 4, device="meta")).shape == (3, 4)
     layer = layer.to_empty(device="cpu")

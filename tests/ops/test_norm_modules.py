@@ -67,7 +67,7 @@ def test_weights_around_zero() -> None:
 
 
 def test_meta_then_materialised() -> None:
-    """The way large models are made: on meta, then empty memory, then loaded."""
+    """A module can be made on meta, moved to empty memory, and loaded, as large models are."""
     layer = torchkiln.nn.AddLayerNorm(4, device="meta")
     x = torch.empty(3, 4, device="meta")
     assert [t.shape for t in layer(x, x)] == [(3, 4), (3, 4)]

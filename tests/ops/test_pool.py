@@ -1,4 +1,4 @@
-"""Batch norm, activation and max pool as one op, which ``torchkiln.fuse`` calls in training."""
+"""Batch norm, activation and max pool as one op, which fused models call in training."""
 
 from __future__ import annotations
 

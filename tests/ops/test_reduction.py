@@ -70,7 +70,7 @@ def test_expanded_ones_are_counted(device: torch.device, shape: tuple[int, ...])
 @pytest.mark.rotates("dtype", 2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
 def test_more_than_2_to_the_31_elements(device: torch.device, dtype: torch.dtype) -> None:
-    """Full sums, row sums and column sums read each element beyond 2**31 once."""
+    """Full, row and column sums count each element on both sides of 2**31 once."""
     rows, columns = 2**16 + 1, 2**15 + 1
     need(rows * columns * dtype.itemsize + 2**30, device)
     x = torch.ones((rows, columns), dtype=dtype, device=device)
@@ -196,7 +196,7 @@ def test_wrong_types(op: Any, torchs: Any) -> None:
 
 @every_op
 def test_autocast_does_what_torch_does(device: torch.device, op: Any, torchs: Any) -> None:
-    """Autocast on CUDA makes the sum of half precision float32, unless a dtype is given."""
+    """Under autocast sums of half precision have torch's dtypes: on CUDA float32 by default."""
     for low, dtype, out in itertools.product(FLOATING[2:], FLOATING, (None, torch.float16)):
         x = torch.full((4, 3), 0.5, device=device, dtype=dtype, requires_grad=True)
         with torch.autocast(device.type, low):

@@ -201,7 +201,7 @@ def test_causal(
 
 
 def masks(shape: tuple[int, ...], device: torch.device) -> Iterator[Tensor]:
-    """Masks of every shape that broadcasts to ``shape``, at several strides."""
+    """Masks of all shapes that broadcast to ``shape``, with several strides."""
 
     def kept(*sizes: int) -> Tensor:
         return torch.rand(sizes, device=device) > 0.3
@@ -330,7 +330,7 @@ def test_mask_is_an_input_of_a_compiled_function(device: torch.device, op: Any) 
 
 @every_op
 def test_second_gradients_of_masked_rows(device: torch.device, op: Any, torchs: Any) -> None:
-    """Gradients agree with torch's composite in float64."""
+    """Second derivatives agree with torch's ops in float64."""
     x = torch.randn(4, 9, device=device, dtype=torch.float64, requires_grad=True)
     kept = torch.rand(4, 9, device=device) > 0.4
     kept[:, 2] = True

@@ -1,4 +1,4 @@
-"""Objects with a ``__torch_function__``: torch.fx records every op, others receive the call."""
+"""Objects with ``__torch_function__``: torch.fx records each op, other objects get the call."""
 
 from __future__ import annotations
 

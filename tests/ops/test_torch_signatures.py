@@ -1,4 +1,4 @@
-"""Subclasses of torch's modules: constructors and forwards begin with torch's parameters."""
+"""Constructors and forwards of subclasses of torch's modules begin with torch's parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REQUIRED = {("Softmax", "dim"), ("LogSoftmax", "dim")}
 
 
 def torchs_class(cls: type[nn.Module]) -> type[nn.Module] | None:
-    """The public class of torch that a module is a subclass of."""
+    """The public class of torch from which a module inherits."""
     for base in cls.__mro__:
         if getattr(nn, base.__name__, None) is base and base is not nn.Module:
             return base

@@ -77,7 +77,7 @@ def require_close(op: str, x: Tensor, grad: Tensor, every: int = 1) -> None:
     found, expected = ours(leaf, weight), torchs(wide, weight.double())
     (grad_x,) = torch.autograd.grad(found, leaf, grad)
     (grad_wide,) = torch.autograd.grad(expected, wide, grad.double())
-    # Results are rounded once, and gradients are computed from them: allow a few rounding steps.
+    # Results are rounded, and gradients computed from them: a few rounding steps are allowed.
     limit = 16 * torch.finfo(x.dtype).eps
     for one, truth in ((found, expected), (grad_x, grad_wide)):
         torch.testing.assert_close(one[::every].double(), truth[::every], rtol=limit, atol=limit)

@@ -1,7 +1,7 @@
 """Usage: check_import.py MINOR
 
-Imports the installed package beside torch of that minor version, and beside fake torch versions for
-which it has no module: older, newer, with another CUDA, none. Prints the time of the import.
+Imports the installed package with torch of that minor version, and with fake versions of torch that
+it does not support: older, newer, with another CUDA, none. Prints the time of the import.
 """
 
 from __future__ import annotations

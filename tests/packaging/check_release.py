@@ -34,7 +34,7 @@ PLACEHOLDER = re.compile(r"<(?:the address of [^>]*|owner)>")
 
 
 def project_of(root: Path) -> dict[str, Any]:
-    """The table `project` of pyproject.toml."""
+    """The table [project] of pyproject.toml."""
     found: dict[str, Any] = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     return found
 
@@ -69,7 +69,7 @@ def changelog_problems(root: Path, today: dt.date) -> Iterable[str]:
 
 
 def git(root: Path, *words: str) -> list[str]:
-    """The lines that git prints."""
+    """The lines that a git command prints."""
     done = subprocess.run(["git", "-C", root, *words], check=True, capture_output=True, text=True)
     return done.stdout.splitlines()
 

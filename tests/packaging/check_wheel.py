@@ -155,9 +155,9 @@ def instruction_problems(record: dict[str, Any]) -> Iterable[str]:
 
 
 def license_problems(found: str, record: dict[str, Any]) -> Iterable[str]:
-    """A published wheel names NVIDIA's license if it has kernels, and so the CUDA runtime.
+    """A published wheel with kernels names NVIDIA's license, as it contains the CUDA runtime.
 
-    CMake decides about the kernels of a local build after its metadata is written.
+    For a local build CMake decides on kernels after its metadata is written.
     """
     expected = {CUDA_LICENSE if record["cuda"] else LICENSE}
     if len(record["torches"]) == 1:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class Checks:
-    """Prints each check's outcome and remembers whether one has failed."""
+    """Prints the outcome of each check, and stores whether one has failed."""
 
     def __init__(self) -> None:
         self.failed = False

@@ -19,7 +19,7 @@ from checks import Checks
 # platform tag may require a newer glibc.
 NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
 
-# Our own symbols, and symbols that every C++ library defines for its classes.
+# Our symbols, and those that every C++ library defines for its classes.
 OURS = re.compile(
     r"torchkiln|^(typeinfo|vtable|guard variable|construction vtable|VTT|(non-)?virtual thunk)"
 )

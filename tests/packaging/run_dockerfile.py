@@ -1,9 +1,9 @@
 """Usage: run_dockerfile.py DOCKERFILE FOLDER [--target=STAGE] [--volume=HERE:THERE]
-       [--certificates]
+[--certificates]
 
-Runs the steps of a Dockerfile in FOLDER, as root and without a container engine: creates a new
-Debian root with mmdebstrap, runs each step from the file in it, then the command of the image.
---certificates copies the certificates of this machine into it, for networks with their own.
+Runs a Dockerfile in FOLDER as root, without a container engine: creates a new Debian root with
+mmdebstrap, runs each step of the file in it, then the command of the image. --certificates copies
+the certificates of this machine into it, for networks that have their own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through its DevTools protocol over two pipes."""
+"""A headless Chromium, controlled by its DevTools protocol over two pipes."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Browser:
             self._events.append(found)
 
     def _page(self) -> str:
-        """The page that Chromium opens, which may take a while after the start."""
+        """Waits for the page that Chromium opens after its start."""
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
             for one in self.call("Target.getTargets")["targetInfos"]:

@@ -107,7 +107,7 @@ CUT_OFF = """[...document.querySelectorAll('article :is(h1, h2, h3, p, li, dt, i
 
 @pytest.mark.parametrize("page", pages())
 def test_a_page_on_a_phone(browser: Browser, address: str, page: str) -> None:
-    """Nothing is missing, and only the parts that scroll are wider than the screen."""
+    """A page has no error, no missing picture, and no text that is cut off or below 15 px."""
     browser.size(PHONE)
     browser.open(f"{address}/{page}")
     assert browser.complaints() == []
@@ -136,7 +136,7 @@ GENERATED = {"index.html", "genindex.html", "search.html", "py-modindex.html"}
 
 
 def test_navigation_on_a_phone(browser: Browser, address: str) -> None:
-    """It is behind a button."""
+    """The navigation is hidden until its button is clicked."""
     browser.size(PHONE)
     browser.open(f"{address}/index.html")
     left = "document.querySelector('.sidebar-drawer').getBoundingClientRect().right"
@@ -168,7 +168,7 @@ def test_search(browser: Browser, address: str, words: str, page: str) -> None:
 
 
 def test_copy_buttons(browser: Browser, address: str) -> None:
-    """Each block has one; it copies the code and nothing else."""
+    """Each block of code has a button that copies exactly its code."""
     granted = ["clipboardReadWrite", "clipboardSanitizedWrite"]
     browser.call("Browser.grantPermissions", permissions=granted, origin=address)
     for page in ("index.html", "quick-start.html", "install.html"):
@@ -209,7 +209,7 @@ GROUND = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Num
 
 
 def test_dark_mode(browser: Browser, address: str) -> None:
-    """It follows the system, and a button changes it."""
+    """Colors follow the system's preference until a button changes them."""
     for scheme in ("light", "dark"):
         browser.prefer(scheme)
         browser.open(f"{address}/index.html")
@@ -231,7 +231,7 @@ def test_text_is_legible(browser: Browser, address: str, page: str, scheme: str)
 
 
 def test_two_doors(browser: Browser, address: str) -> None:
-    """They stand side by side, on a phone one below the other; each has code and a way on."""
+    """The two entries are side by side, on a phone below each other; both have code and links."""
     doors = "['i-train-models', 'i-write-kernels'].map(id => document.getElementById(id))"
     places = f"{doors}.map(one => [one.getBoundingClientRect().x, one.getBoundingClientRect().y])"
     browser.open(f"{address}/index.html")

@@ -16,7 +16,7 @@ FILE = Path(__file__).with_name("counts.json")
 
 
 def counts(report: Any) -> dict[str, int]:
-    """The replaced modules by kind; ``residual`` has the sums before norms."""
+    """Numbers of replaced modules by kind; ``residual`` counts sums before norms."""
     found: Counter[str] = Counter()
     for row in report.changed:
         found[row.kind] += 1

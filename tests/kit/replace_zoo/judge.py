@@ -226,7 +226,7 @@ def same(
     try:
         report.undo()
     except RuntimeError as error:
-        # documented: something else has changed the class since
+        # documented: undo() refuses a class that was changed later
         return problems if after and "changed the class" in str(error) else [*problems, str(error)]
     return problems + undone(one, two, [split(args, dtype) for args in inputs[:2]], around)
 

@@ -17,7 +17,7 @@ Rms = norm(lambda s, x: rms(x, s.eps) * s.weight, eps=lambda: 1e-6)
 
 
 class Layer(nn.Module):
-    """The parts of a decoder layer."""
+    """The submodules of a decoder layer, and a pre-norm forward."""
 
     def __init__(self, p: float = 0.0) -> None:
         super().__init__()

@@ -182,7 +182,7 @@ def problems(kind: str, change: Callable[[nn.Module], Any]) -> tuple[list[str], 
     two, report = outcome(kind, change)
     try:
         wide, _ = outcome(kind, nn.Module.double)
-    except Exception:  # not all models run in float64
+    except Exception:  # not every model runs in float64
         wide = one
     found = []
     if one.calls != two.calls:

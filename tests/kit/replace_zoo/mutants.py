@@ -1,7 +1,7 @@
-"""Generated mutants: forwards that are recognised, each with one change.
+"""Generated mutants: forwards that replace() recognises, each with one change.
 
-A mutant is the source of a class. One expression of its forward is wrapped, or a number, an
-operator or a name is another one, or a statement is moved, left out or added.
+A mutant is the source of a class. In its forward an expression is wrapped, a number, operator or
+name is replaced, or a statement is moved, deleted or added.
 """
 
 from __future__ import annotations

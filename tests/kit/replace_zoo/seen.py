@@ -124,7 +124,7 @@ def attributes_of(model: nn.Module) -> dict[str, Any]:
 
 
 def seeded(seed: int) -> None:
-    """Seed torch, without GPUs, and Python."""
+    """Seed torch's CPU generator and Python's random."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
 
@@ -140,7 +140,7 @@ def own(x: Any, *, needs_grad: bool) -> Any:
 def outcome(
     model: nn.Module, given: Any, mode: Mode, seed: int, around: Action, *, wide: bool = False
 ) -> Seen:
-    """Call a model, and go backward if the results have a graph; ``wide`` records its dtypes."""
+    """Call a model, and run backward if results require it; with ``wide`` eps is recorded."""
     seen = Seen()
     model.train(mode.training)
     model.zero_grad()
@@ -159,7 +159,7 @@ def outcome(
             seen.events = list(EVENTS)
             EVENTS.clear()
             backward(seen.results, seed)
-        except Exception as error:  # forwards raise anything
+        except Exception as error:  # a forward may raise any exception
             seen.raised = type(error).__name__
             seen.attributes = str(error)[:200]
             return seen

@@ -91,7 +91,7 @@ EFFECTS = ("log", "write", "swap", "raise", "random", "weight", "same")
 
 
 class Effect(nn.Module):
-    """A submodule with an effect on its argument or on its parent."""
+    """A submodule whose call changes its argument or its parent."""
 
     def __init__(self, parent: Any) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class Mutant:
 
 
 def mutant(seed: int) -> Mutant:
-    """The mutant of a seed."""
+    """The mutant that is drawn from a seed."""
     draw = random.Random(seed)
     lines = list(FORWARDS[seed % len(FORWARDS)])
     text = "\n".join(lines)
@@ -259,7 +259,7 @@ def mutant(seed: int) -> Mutant:
 
 
 def outcome(model: Base, seed: int) -> list[Any]:
-    """Results, gradients, effects, exceptions and the random state of two calls."""
+    """Results, gradients, logged effects, exceptions and random states of two calls."""
     found: list[Any] = []
     for call in range(2):
         torch.manual_seed(seed + call)

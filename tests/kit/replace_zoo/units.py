@@ -1,4 +1,4 @@
-"""Activations and gated units that are nearly those of torchkiln."""
+"""Activations and gated units that differ slightly from torchkiln's."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ for cls in (Wide, FrozenWide, SpoiledWide, Alias, Chosen, Checked):
 
 
 class Loss(nn.Module):
-    """A loss in a forward, with a temperature."""
+    """A model that computes a loss in forward, with a temperature and options."""
 
     def __init__(self, scale: float = 1.0, **options: Any) -> None:
         super().__init__()

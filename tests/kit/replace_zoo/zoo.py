@@ -1,4 +1,4 @@
-"""The list of cases, and what the modules of the zoo are made of."""
+"""The list of cases, and parts from which modules of the zoo are made."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ IMAGES = images()
 
 
 def add(name: str, make: Make, inputs: Inputs = ROWS, change: str = "replace", **more: Any) -> None:
-    """Add a case."""
+    """Add a case to ``CASES``."""
     assert name not in CASES, name
     CASES[name] = Case(make, inputs, change, **more)
 
