@@ -128,7 +128,7 @@ def names_in_cuda() -> set[str]:
 
 
 def test_the_access_types_are_in_the_sources() -> None:
-    """Every access type that explain() looks for exists in the CUDA sources."""
+    """Every access type in the list that explain() reads exists in the CUDA sources."""
     known = names_in_cuda()
     assert "torchkiln::cuda::norm_rows" in known
     assert {f"torchkiln::{access.name}" for access in ACCESSES} <= known

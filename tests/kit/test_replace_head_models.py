@@ -333,7 +333,7 @@ def test_losses_of_users(losses: list[dict[str, Any]]) -> None:
 @pytest.mark.rotates("name", 3)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "bert"])
 def test_graphs(name: str) -> None:
-    """torch.compile makes one graph without logits; loss, logits and gradients are right."""
+    """torch.compile makes one graph without logits; loss, logits and gradients are torch's."""
     model, given = made(name), batch()
     expected, logits = outcome(model, **given), model(**given).logits
     torchkiln.replace(model, head=True, only="loss")

@@ -181,7 +181,7 @@ def test_copies_pickles_and_compiled_models() -> None:
 
 
 def test_a_layer_of_one_feature_is_no_gated_unit() -> None:
-    """Layers with one feature agree after replace(), as in a mixer of a single token."""
+    """The result of layers with one feature does not change, as in a mixer of a single token."""
     model = nn.Sequential()
     model.fc1, model.act, model.fc2 = nn.Linear(1, 4), nn.GELU(), nn.Linear(4, 1)
     x = torch.randn(3, 1)

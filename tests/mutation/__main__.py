@@ -98,7 +98,7 @@ class Bench:
 
 
 def gpus() -> list[str]:
-    """The names of the GPUs that torch sees."""
+    """The names of all GPUs."""
     import torch  # noqa: PLC0415  # slow, and not needed to write the page
 
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

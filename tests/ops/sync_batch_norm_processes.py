@@ -139,7 +139,7 @@ def statistics_of_the_batch(device: torch.device) -> None:
 
 
 def fused_models(device: torch.device) -> None:
-    """SyncBatchNorm conversions by torch and torchkiln agree, before or after fuse()."""
+    """Converting by torch or torchkiln, before or after fuse(), gives the whole batch's results."""
     torch.manual_seed(1)
     plain: nn.Module = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1), nn.BatchNorm2d(4)
@@ -171,7 +171,7 @@ def fused_models(device: torch.device) -> None:
 
 
 def known_moments(device: torch.device) -> None:
-    """A norm agrees if it gets the moments of the process, as from a convolution."""
+    """A norm that gets its process's moments has the results of one that computes them."""
     parts = parts_of("unequal")
     layer: Any = made(device)
     grad = mine(drawn(device, parts, 1, F32)[0], parts)
@@ -188,7 +188,7 @@ def known_moments(device: torch.device) -> None:
 
 
 def convolved_in_half(device: torch.device) -> None:
-    """A fused bfloat16 model agrees; on a GPU its 1x1 convolution may compute the moments."""
+    """A fused bfloat16 model agrees with torch; on a GPU 1x1 convolutions may compute moments."""
     parts = parts_of("equal")
     conv = nn.Conv2d(64, 256, 1, bias=False)
     plain: nn.Module = nn.Sequential(conv, nn.BatchNorm2d(256), nn.ReLU()).to(device)

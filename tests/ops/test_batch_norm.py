@@ -59,7 +59,7 @@ def test_moves_the_running_statistics_as_torch(
         ((1, 1200, 2, 2), torch.float32),  # read in vectors
         ((3, 1025, 3, 1), torch.float32),  # read in single elements
         ((2, 2048, 8, 16), torch.bfloat16),
-        ((4, 600, 40, 40), torch.bfloat16),  # blocks have large channels only
+        ((4, 600, 40, 40), torch.bfloat16),  # each block has channels of its own
         ((2, 16, 128, 128), torch.bfloat16),  # several blocks per channel
         ((3, 8, 70, 65), torch.float32),
         ((7, 1100, 24, 2), torch.float32),  # planes of 48 pixels
@@ -171,7 +171,7 @@ def test_running_statistics_at_any_strides_and_in_half_precision(device: torch.d
 def test_layouts_agree(
     device: torch.device, shape: tuple[int, ...], act: str, *, residual: bool
 ) -> None:
-    """Contiguous, channels-last and mixed arguments agree; the result has the layout of x."""
+    """Contiguous, channels-last and mixed arguments have equal results, in the layout of x."""
     weight, bias, *_ = vectors(device, shape[1])
     x, added, grad = (drawn(device, *shape) for _ in range(3))
     found = []

@@ -120,7 +120,7 @@ def layouts(device: torch.device, dtype: torch.dtype) -> dict[str, tuple[Tensor,
 @every_dtype
 @pytest.mark.parametrize("kind", list(layouts(torch.device("cpu"), torch.float32)))
 def test_in_place(device: torch.device, dtype: torch.dtype, kind: str) -> None:
-    """The gradient is right, and memory around the logits is not written."""
+    """The gradient equals the one of a separate tensor; memory around the logits is not written."""
     logits, whole = layouts(device, dtype)[kind]
     target = contract.classes(logits, -100)
     before = whole.clone()
@@ -181,7 +181,7 @@ def test_in_place_refuses_leaves(device: torch.device) -> None:
 
 
 def test_in_place_with_packed_logits(device: torch.device) -> None:
-    """If a hook has packed the logits, a second backward is right or raises an error."""
+    """If a hook has packed the logits, a second backward is correct or raises an error."""
     leaf, target = some(device)
     (expected,) = gradient(torchkiln.cross_entropy(leaf, target), leaf)
     with torch.autograd.graph.save_on_cpu():

@@ -69,7 +69,7 @@ def test_neighbours_are_independent(device: torch.device) -> None:
 
 
 def test_calls_draw_anew(device: torch.device) -> None:
-    """Each call advances the generator, and two masks agree only by chance."""
+    """Each call advances the generator, so two masks are equal only by chance."""
     torch.manual_seed(3)
     before = state(device)
     first, second = draw((64, 1000), 0.5, device), draw((64, 1000), 0.5, device)
@@ -159,7 +159,7 @@ def test_gradient_has_the_mask_of_the_forward(device: torch.device, p: float) ->
 def test_gradients_of_dense_rows(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
-    """Gradients are right for rows that are not whole vectors and are shared by blocks."""
+    """Gradients agree with float64 for rows that are not whole vectors and are shared by blocks."""
     x = torch.ones(shape, device=device, dtype=dtype, requires_grad=True)
     bias = torch.zeros(shape[1], device=device, dtype=dtype, requires_grad=True)
     out = torchkiln.bias_dropout_add(x, bias, torch.zeros_like(x), 0.3)
@@ -408,7 +408,7 @@ def test_replays_of_a_graph_draw_anew(spec: Any) -> None:
 @pytest.mark.large
 @pytest.mark.cuda
 def test_mask_of_more_than_2_to_the_31_elements() -> None:
-    """Shares of kept elements are right around element 2**31, where the mask does not repeat."""
+    """The share of kept elements is 1 - p around element 2**31, where the mask does not repeat."""
     p, window = 0.4, 1 << 16
     x = torch.ones(1, 1, device="cuda", dtype=torch.bfloat16).expand(1 << 16, (1 << 15) + 8)
     flat = torchkiln.dropout_add(x, torch.zeros_like(x), p).flatten()

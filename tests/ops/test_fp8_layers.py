@@ -62,7 +62,7 @@ def bytes_kept(call: Callable[[], Tensor]) -> int:
 @pytest.mark.parametrize("save", ["preact", "none"])
 @pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh"])
 def test_gated_mlp(act: Any, save: Any, has_bias: bool, device: str) -> None:
-    """Results are bit-equal to the separate ops'; gradients differ, as blocks lie otherwise."""
+    """Results equal those of separate ops bit by bit; gradients are rounded in other blocks."""
     leaves = operands(2 * HIDDEN, device)[: 5 if has_bias else 3]
     x, up, down, *biases = leaves
     up_bias, down_bias = biases or (None, None)

@@ -120,7 +120,7 @@ def test_any_subset_of_gradients(device: torch.device, reduction: Reduction) -> 
 
 
 def test_backward_twice(device: torch.device) -> None:
-    """Backward does not change the saved gradients, so a second backward is right."""
+    """Backward does not change the saved gradients: a second one has the same results."""
     for reduction in ("none", "mean"):
         x, weight, target, _ = layer(device, torch.float32, 9)
         loss = torchkiln.linear_cross_entropy(x, weight, target, reduction=reduction)

@@ -162,7 +162,7 @@ def test_distributions_that_are_far_apart(direction: Direction, device: torch.de
 def test_incoming_gradients_of_any_size(
     size: float, direction: Direction, device: torch.device
 ) -> None:
-    """Gradients are right for incoming gradients of any size, though products read float16."""
+    """Gradients agree with float64 for incoming ones of any size, though products read float16."""
     given = layers(512, 300, device, torch.float16)
     given["bias"] = given["bias"].float()
     leaves = [given[name].requires_grad_() for name in ("weight", "bias")]
@@ -251,7 +251,7 @@ def test_in_a_graph(device: torch.device) -> None:
 
 @pytest.mark.parametrize("classes", [1, 255, 257, 1023, 4099])
 def test_rows_of_any_length(classes: int, device: torch.device) -> None:
-    """Rows of any length agree, whatever the element at which they begin and end."""
+    """Rows of any length, beginning at any element, agree with float64."""
     for direction, dtype in itertools.product(DIRECTIONS, (torch.float32, torch.bfloat16)):
         given = layers(5, classes, device, dtype)
         wide = {k: v.double() for k, v in given.items()}

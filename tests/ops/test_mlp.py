@@ -60,7 +60,7 @@ def test_any_subset_of_gradients(device: torch.device, name: str, save: str) -> 
 
 @each_save
 def test_gradients_of_many_elements(device: torch.device, save: Saved) -> None:
-    """Large layers agree; a GPU computes their activation and its gradient in one pass."""
+    """Gradients of large layers equal torch's; a GPU computes act and its slope in one pass."""
     x, up, down = (torch.randn(s, device=device).double() for s in ((4100, 24), (80, 24), (6, 80)))
     grad = torch.randn(4100, 6, device=device).double()
     leaves = [t.requires_grad_() for t in (x, up, down)]
@@ -108,7 +108,7 @@ def test_tensors_of_hooks_are_not_overwritten(device: torch.device, name: str, s
 @both
 @each_save
 def test_a_graph_that_is_used_again(device: torch.device, name: str, save: Saved) -> None:
-    """Three backwards through a graph agree; the last one may overwrite saved tensors."""
+    """Three backwards through a graph are equal; the last one may overwrite saved tensors."""
     given = tensors(name, device)
     out = OPS[name](*given, save=save)
     grad = torch.randn_like(out)

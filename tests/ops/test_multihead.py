@@ -154,7 +154,7 @@ def test_errors_are_torchs(shapes: Any, options: dict[str, Any]) -> None:
 )
 @pytest.mark.parametrize("dropout", [0.0, 1.0])
 def test_layers(norm_first: bool, batch_first: bool, activation: Any, dropout: float) -> None:
-    """Layers agree; with dropout = 1 attention adds nothing, so random masks do not matter."""
+    """Layers agree with torch's; with dropout = 1, random masks do not matter."""
     options = {
         "dropout": dropout,
         "activation": activation,

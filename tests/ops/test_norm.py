@@ -147,7 +147,7 @@ def test_large_and_small_numbers(
 @both
 @pytest.mark.parametrize("columns", [1, 2, 257, 50257, 2**18, 2**20 - 1, 2**20, 2**20 + 1])
 def test_lengths_of_rows(device: torch.device, ours: Norm, torchs: Norm, columns: int) -> None:
-    """Rows of 1 to more than 2^20 columns agree in forward and backward."""
+    """Rows of 1 to more than 2^20 columns agree with float64 in forward and backward."""
     x = torch.randn(3, columns, device=device)
     weight = torch.randn(columns, device=device)
     grad = torch.randn_like(x)
@@ -222,7 +222,7 @@ def test_offset_is_added_to_the_weight(device: torch.device, dtype: torch.dtype)
 
 @every_dtype
 def test_default_eps_is_that_of_torch(device: torch.device, dtype: torch.dtype) -> None:
-    """The default eps agrees where it is as large as the squares."""
+    """The default eps is torch's: results agree where squares are as small as eps."""
     size = 1e-8 if dtype == torch.float64 else 3e-4
     x = (torch.randn(5, 100, device=device, dtype=torch.float64) * size).to(dtype)
     found, expected = torchkiln.rms_norm(x, 100), F.rms_norm(x, (100,))

@@ -28,7 +28,7 @@ def modules(**options: Any) -> list[tuple[nn.Module, nn.Module]]:
     ids=str,
 )
 def test_modules_are_those_of_torch(options: dict[str, Any]) -> None:
-    """The state_dicts are interchangeable, and the results agree."""
+    """The state_dicts are interchangeable with torch's, and results agree with torch."""
     dtype = options.get("dtype", torch.float32)
     for ours, torchs in modules(**options):
         assert isinstance(ours, type(torchs))

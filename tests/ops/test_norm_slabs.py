@@ -141,7 +141,7 @@ def test_access(where: tuple[int, int, int], dtype: torch.dtype, lanes: int) -> 
 @every_dtype
 @pytest.mark.parametrize(("stride", "in_vectors"), [(50265, True), (50264, False)])
 def test_a_row_stride(stride: int, in_vectors: bool, dtype: torch.dtype) -> None:
-    """Rows with NaN between them agree; vectors are read if x and y have equal offsets."""
+    """Rows with NaN between them agree with float64; equal offsets of x and y allow vectors."""
     x = begins_at((700, stride), 0, dtype, 1)[:, :50257]
     x.as_strided((699, stride - 50257), (stride, 1), 50257).fill_(math.nan)
     kept = parameters(50257, dtype, True)

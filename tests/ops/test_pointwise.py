@@ -58,7 +58,7 @@ def test_default_dtype_decides_for_integers_beside_a_float_scalar(device: torch.
 
 @pytest.mark.parametrize("dtype", FLOATING, ids=name)
 def test_special_values(device: torch.device, dtype: torch.dtype) -> None:
-    """Every pair of NaN, infinities, zeros, and the largest and smallest numbers is right."""
+    """Every pair of NaN, infinities, zeros, largest and smallest numbers adds as in torch."""
     info = torch.finfo(dtype)
     numbers = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -1.0]
     numbers += [info.max, info.min, info.tiny, -info.tiny, info.smallest_normal / 2]

@@ -142,7 +142,7 @@ def test_many_tokens(device: torch.device, size: int) -> None:
 def test_rounds_of_groups_of_heads(
     device: torch.device, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
-    """Groups of heads that are not full, in several rounds, across the ends of batches, agree."""
+    """Groups of heads that are not full, in several rounds, across batches agree with float64."""
     batch, tokens, heads, kv_heads, size = 3, 1001, 5, 2, 256
     pairs = options.get("rotary_dim", size) // 2
     shapes = ((batch, tokens, (heads + 2 * kv_heads) * size), (tokens, pairs), (tokens, pairs))
@@ -204,7 +204,7 @@ def test_cos_and_sin_have_gradients(device: torch.device, options: dict[str, Any
     ids=str,
 )
 def test_a_norm_of_all_heads(device: torch.device, counts: tuple[int, int, int, int]) -> None:
-    """Norms of all heads agree, with more tokens than blocks and more sums than a block holds."""
+    """Norms of all heads agree with torch: more tokens than blocks, sums of several blocks."""
     tokens, heads, kv_heads, size = counts
     rotated = size - size % 2
     shapes = (

@@ -34,7 +34,7 @@ def need(bytes_needed: int, device: torch.device) -> None:
 def test_many_rows_of_several_kilobytes(
     device: torch.device, dtype: torch.dtype, columns: int, layout: str
 ) -> None:
-    """Rows that a GPU adds with 64, 128 and 256 threads per block agree."""
+    """Rows that a GPU adds with 64, 128 and 256 threads per block agree with float64."""
     whole = torch.randn(4300, columns + 3, device=device).to(dtype)
     x = {"adjacent": whole[:, 3:].contiguous(), "slice": whole[:, 3:], "strided": whole[:, ::2]}[
         layout
@@ -317,7 +317,7 @@ LARGE = {
 @pytest.mark.parametrize("count", [4, 8, 64, 1000, 140000])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=name)
 def test_sums_near_the_largest_number(dtype: torch.dtype, count: int, order: str) -> None:
-    """Sums are right on a CPU though partial sums exceed the largest number, in any order."""
+    """On a CPU, sums are correct though partial sums exceed the largest number, in any order."""
     largest = torch.finfo(dtype).max
     terms = (LARGE[order](count).double() * largest * 0.75).to(dtype)
     first = terms[0].item()  # the others add up to -first

@@ -67,7 +67,7 @@ def test_reads_packed_views_without_a_copy(device: torch.device, dtype: torch.dt
 
 
 def test_angles_of_several_axes(device: torch.device) -> None:
-    """Angles as in Qwen2-VL agree: parts of a head rotate by a token's time, row and column."""
+    """Qwen2-VL's angles agree with its formula: parts of a head rotate by time, row and column."""
     axes = torch.randint(9, (3, 2, 5), device=device)
     frequencies = 1e4 ** -torch.linspace(0, 1, 8, device=device)
     q, k = (torch.randn(2, n, 5, 16, device=device) for n in (4, 1))

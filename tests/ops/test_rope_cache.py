@@ -201,7 +201,7 @@ def test_places_of_each_token_are_checked_beside_their_factors() -> None:
 
 
 def test_compiled_calls(device: torch.device) -> None:
-    """A graph with two writes, each followed by a read, agrees."""
+    """A compiled graph with two writes, each followed by a read, agrees with eager calls."""
 
     def steps(
         call: Callable[..., tuple[Tensor, ...]], keys: Tensor, values: Tensor, places: Tensor

@@ -104,7 +104,7 @@ def test_large_offsets(device: torch.device, dtype: torch.dtype, op: Any, torchs
 def test_rows_whose_elements_are_not_adjacent(
     device: torch.device, dtype: torch.dtype, rows: int, length: int, op: Any, torchs: Any
 ) -> None:
-    """Strided rows agree, in tiles of several sizes, and longer than any tile."""
+    """Strided rows agree with float64, in tiles of several sizes, and longer than any tile."""
     across = torch.randn(length, rows, device=device).to(dtype).t()
     require_same(op, torchs, across, 1)
     require_same(op, torchs, across, 1, scale=0.5)
@@ -121,7 +121,7 @@ def test_rows_whose_elements_are_not_adjacent(
 @every_op
 @every_dtype
 def test_short_rows(device: torch.device, dtype: torch.dtype, op: Any, torchs: Any) -> None:
-    """Rows that share a warp agree, as a whole tensor and as part of wider rows."""
+    """Rows that share a warp agree with float64, as a whole tensor and as part of wider rows."""
     for length in range(1, 49):
         for rows in (5, 1030):
             wide = torch.randn(rows, length + 7, device=device).to(dtype)
@@ -218,7 +218,7 @@ def masks(shape: tuple[int, ...], device: torch.device) -> Iterator[Tensor]:
 
 @every_op
 def test_masks_of_every_kind(device: torch.device, op: Any, torchs: Any) -> None:
-    """Masks with strides of 0, transposed and sliced ones agree, for every dim of x."""
+    """Masks with strides of 0, transposed or sliced agree with torch, for every dim of x."""
     for shape in ((3, 4, 5), (2, 3, 2, 70)):
         x = torch.randn(shape, device=device)
         for kept in masks(shape, device):
@@ -268,7 +268,7 @@ def test_long_rows(
 def test_rows_that_no_cluster_holds(
     shape: tuple[int, int], dtype: torch.dtype, op: Any, torchs: Any
 ) -> None:
-    """Rows too long for a cluster agree at any offset, repeat, and run in graphs and streams."""
+    """Rows too long for a cluster agree with float64 at any offset, and repeat in CUDA graphs."""
     device = torch.device("cuda", 0)
     rows, length = shape
     memory = (3 * torch.randn(rows, length + 3, device=device)).to(dtype)
@@ -296,7 +296,7 @@ def test_rows_that_no_cluster_holds(
 
 
 def test_mask_is_an_input_of_transforms(device: torch.device) -> None:
-    """vmap over the mask and torch.func.grad of a masked call agree."""
+    """vmap over the mask and torch.func.grad of a masked call agree with separate calls."""
     x = torch.randn(5, 7, device=device)
     kept = torch.rand(3, 5, 7, device=device) > 0.3
     kept[..., 0] = True

@@ -246,7 +246,7 @@ def test_indices_of_any_strides(device: torch.device, strided: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_row_longer_than_all_others(device: torch.device, dtype: torch.dtype) -> None:
-    """A long row is cut into pieces; results agree, with short rows around it."""
+    """A long row is cut into pieces; it and the short rows around it agree with float64."""
     columns, rows = 4001, 41
     full = torch.zeros(rows, columns, dtype=torch.float64, device=device)
     full[7] = torch.randn(columns, dtype=torch.float64, device=device)
@@ -283,8 +283,8 @@ PATTERNS = {
 @pytest.mark.parametrize("width", [2, 6, 12, 37, 130, 333, 422, 1100])
 @pytest.mark.parametrize("name", PATTERNS)
 def test_rows_of_any_width(device: torch.device, name: str, width: int, dtype: torch.dtype) -> None:
-    """The product and both gradients agree for all sizes of vectors, for several warps per row, and
-    for columns with so many entries that they are split.
+    """Product and gradients agree with float64: all sizes of vectors, several warps per row, and
+    columns with so many entries that they are split.
     """
     rows, columns, entries = PATTERNS[name]
     torch.manual_seed(width)
@@ -319,7 +319,7 @@ def test_rows_of_any_width(device: torch.device, name: str, width: int, dtype: t
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("width", [1, 5, 24, 200])
 def test_columns_are_read_in_place(device: torch.device, width: int, dtype: torch.dtype) -> None:
-    """Columns are read in place for few entries, else copied to rows; both nearly agree."""
+    """Few entries read columns in place, many read a copy in rows; both agree with float64."""
     crow, col, values = matrix(50, 40, device)
     spread = col * 100 + 3
     values = values.to(dtype)

@@ -63,7 +63,7 @@ def drawn(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> T
 def test_parts_of_a_batch_have_the_results_of_the_batch(
     device: torch.device, dtype: torch.dtype, act: str, shape: tuple[int, ...], *, last: bool
 ) -> None:
-    """The ops that processes call, for parts of 0 to 4 images in one process, agree."""
+    """In one process, the ops for parts of 0 to 4 images give the results of the whole batch."""
     channels, has_residual = shape[1], last
     x, residual, grad = (drawn(device, shape, dtype) for _ in range(3))
     x = x + 3

@@ -244,7 +244,7 @@ def split(args: tuple[Any, ...], dtype: torch.dtype) -> tuple[list[Any], dict[st
 
 
 def drops(model: nn.Module, given: Any) -> list[str]:
-    """A message if two calls in training agree, as without an active dropout."""
+    """A message if two calls in training have equal results: no dropout was active."""
     model.train()
     with torch.no_grad():
         one, two = (tensors(model(*given[0], **given[1])) for _ in range(2))
