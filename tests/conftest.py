@@ -17,14 +17,14 @@ import torchkiln
 from torchkiln.jit.compile import toolkit
 from torchkiln.ops import _folding
 
-import_module("setuptools")  # torch.compile imports it deep in its calls, where that can fail
+import_module("setuptools")  # torch.compile's own late import of it can fail
 
 pytest_plugins = ["torchkiln.testing.plugin"]
-collect_ignore = ["foreign_package"]  # a project with its own root and plug-ins
+collect_ignore = ["foreign_package"]  # a separate project with its own conftest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options of the sample and of nox -s fuzz."""
+    """Add the options of the sample, and those of nox -s fuzz."""
     sampling.add_options(parser)
     parser.addoption("--fuzz-cases", type=int, default=25, metavar="N", help="drawn calls an op")
     parser.addoption("--fuzz-device", default="cpu", metavar="DEVICE", help="where they run")
@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose the sample; workers share the cores, so each has one thread of torch."""
+    """Choose the sample; each worker has one thread of torch, as workers share the cores."""
     config.addinivalue_line("markers", sampling.ROTATES)
     sampling.choose_day(config)
     if hasattr(config, "workerinput"):
@@ -40,18 +40,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """Name the sample."""
+    """The line of the header that names the sample."""
     return sampling.header(config)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Count skips by reason, in place of a line for each."""
+    """Print the number of skipped tests by reason, instead of a line per test."""
     for line in sampling.skips(terminalreporter):
         terminalreporter.write_line(line)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Apply the sample; skip tests that need a GPU, with the reason, where there is none."""
+    """Deselect tests outside of the sample; skip tests that need a GPU, with a reason."""
     sampling.select(config, items)
     if not torch.cuda.is_available():
         reason = "no CUDA device"
@@ -66,16 +66,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """Leave the 850,000 objects of the collection out of later collections of garbage.
+    """Exempt the 850,000 objects of pytest's collection from garbage collection.
 
-    Each would take half a second longer, and the tests of memory make many.
+    Otherwise each collection takes half a second longer; tests of memory run many of them.
     """
     gc.freeze()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Each kind of device."""
+    """A CPU and a GPU, in turn."""
     return torch.device("cuda:0" if request.param == "cuda" else "cpu")
 
 
@@ -87,16 +87,16 @@ def seed() -> None:
 
 @pytest.fixture(autouse=True)
 def one_large_test(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Lets one large test of all workers run on the CPU at a time, and one on the GPU.
+    """A lock with which at most one large test of all workers runs on the CPU, and one on the GPU.
 
-    Each looks at the free memory before it allocates, which does not count what another will need.
+    Each of them checks the free memory before it allocates, so two could exceed it together.
     """
     if not request.node.get_closest_marker("large"):
         yield
         return
     on_gpu = bool(request.node.get_closest_marker("cuda"))
     with Path(__file__ if on_gpu else sampling.__file__).open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+        fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed
         yield
         if on_gpu:
             torch.cuda.empty_cache()
@@ -104,7 +104,7 @@ def one_large_test(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def no_folds() -> Iterator[None]:
-    """Without folds of other tests, and without TensorFloat-32."""
+    """Drops folds of earlier tests, and disables TensorFloat-32."""
     _folding.FOLDS.clear()
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         yield
@@ -128,7 +128,7 @@ def nvrtc() -> toolkit.Toolkit:
 
 @pytest.fixture
 def traced() -> Callable[..., set[str]]:
-    """Compiles a function at some arguments; returns the names of the functions in its graph."""
+    """Compiles a function for these arguments; returns the names of the calls in its graph."""
 
     def trace(function: Callable[..., Any], *args: Any) -> set[str]:
         found: set[str] = set()

@@ -1,9 +1,9 @@
 """Usage: check_builds.py [spaces] [part] [nvcc]
 
-Builds for real where builds go wrong, beside the torch of this Python, all three unless some are
-named: `spaces` makes the package of sources, and puts it, where paths have spaces; `part` makes the
-kernels as a part of another project; `nvcc` compiles a kernel with a toolkit of links in a folder
-that cannot be written, laid out as the system's and as the registry's.
+Runs builds that are likely to fail, with the torch of this Python; all three unless some are named.
+`spaces` builds, installs and imports the package where all paths have spaces; `part` builds the
+kernels as a part of another project; `nvcc` compiles a kernel with a toolkit made of links in a
+read-only folder, in the system's and in the registry's layout.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TRIAL = "import torch, torchkiln; assert torchkiln.relu(-torch.ones(3)).tolist()
 
 def run(*command: str | Path, **environment: str) -> None:
     start = time.perf_counter()
-    # ccache finds fewer files for a folder with another name unless it knows the base folder.
+    # ccache finds files under another folder's name only if it has the base folder.
     cache = {"CCACHE_BASEDIR": str(ROOT), "CCACHE_NOHASHDIR": "1"}
     done = subprocess.run(command, env=os.environ | cache | environment, check=False)
     print(f"=== {command[0]} ...: {time.perf_counter() - start:.0f} s", flush=True)
@@ -63,7 +63,7 @@ def build_as_a_part(folder: Path) -> None:
 
 
 def lay_out(toolkit: Toolkit, root: Path, registry: bool) -> None:
-    """Links to a toolkit, in a folder that is then closed."""
+    """Creates a folder with links to the parts of a toolkit, and makes it read-only."""
     root.mkdir(parents=True)
     if registry:
         lib = "lib64" if (toolkit.root / "lib64").exists() else "lib"

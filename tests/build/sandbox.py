@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-CUDA = "13.9"  # a version that no machine has, so that its own toolkits never match
+CUDA = "13.9"  # a version that a real toolkit of this machine cannot have
 PARTS = ("nvidia_cuda_runtime", "nvidia_nvvm", "nvidia_cuda_crt", "nvidia_cuda_cccl")
 NOWHERE = "http://127.0.0.1:9"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a configuration."""
+    """The result of a run of CMake."""
 
     ended_well: bool
     text: str
@@ -35,7 +35,7 @@ class Outcome:
 
 @dataclass
 class Ground:
-    """The folder, which initially contains a C++ compiler only."""
+    """The folder, which at first contains only a C++ compiler."""
 
     folder: Path
     variables: dict[str, str] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Ground:
         return path
 
     def torch(self, cuda: str | None = CUDA, version: str = "2.13.0") -> Path:
-        """The files of a torch that CMake reads."""
+        """Creates the files of a torch that CMake reads; returns its folder."""
         folder = self.site / "torch"
         for name in ("__init__.py", "include/torch/csrc/api/include/torch/torch.h"):
             self.write(folder / name)
@@ -73,7 +73,7 @@ class Ground:
         return self.program(path, f"case $1 in {answers} {listed} *) exit 1 ;; esac")
 
     def registry(self, **versions: str | None) -> Path:
-        """The toolkit as pip unpacks it: separate wheels that share a folder."""
+        """Creates a toolkit as pip unpacks it: several wheels in one folder. Returns its nvcc."""
         root = self.site / "nvidia" / "cu13"
         for name in ("include/cuda.h", "nvvm/bin/cicc", "lib/libcudart.so.13", "bin/nvcc.profile"):
             self.write(root / name)
@@ -117,28 +117,28 @@ class Ground:
         return self.prefix / "bin" / "python"
 
     def files(self) -> set[tuple[str, int, int]]:
-        """All installed files with their contents."""
+        """All installed files, with times and sizes."""
         paths = [path for path in self.prefix.rglob("*") if "__pycache__" not in path.parts]
         found = [(str(path), path.lstat()) for path in paths]
         return {(name, status.st_mtime_ns, status.st_size) for name, status in found}
 
 
 def gpu_is_visible() -> bool:
-    """Whether this machine has one, as the build looks for it."""
+    """Whether this machine has a GPU, by the same files as the build checks."""
     places = ("proc/driver/nvidia/gpus/*", "dev/nvidia[0-9]*", "usr/lib/wsl/lib/libcuda.so*")
     return any(list(Path("/").glob(place)) for place in places) or bool(shutil.which("nvidia-smi"))
 
 
 @dataclass(frozen=True)
 class Toolkit:
-    """One that compiles."""
+    """A real CUDA toolkit, which can compile."""
 
     root: Path
     version: str
 
 
 def real_toolkit() -> Toolkit | None:
-    """A real toolkit of this machine or this Python, with the parts that CMake needs."""
+    """A toolkit of this machine or Python, with the parts that CMake needs; None without one."""
     folders = [Path(folder).parent for folder in os.environ["PATH"].split(os.pathsep)]
     folders += [Path("/usr/local/cuda"), *Path("/usr/local").glob("cuda-*")]
     folders += [path for site in sys.path for path in Path(site).glob("nvidia/cu*")]

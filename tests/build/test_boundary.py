@@ -1,4 +1,4 @@
-"""Kernels do not depend on torch: no file of theirs includes its headers."""
+"""Kernels do not depend on torch: none of their files includes torch's headers."""
 
 from __future__ import annotations
 

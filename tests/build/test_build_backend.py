@@ -1,4 +1,4 @@
-"""The torch that a build requires: pip must keep the installed one, and fetch none unasked."""
+"""Requirements of a build: pip must keep the installed torch, and download one only on request."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_named_torch(ground: Ground) -> None:
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cpu", "2.13.0+cpu"])
 def test_installed_torch_is_kept(ground: Ground, version: str, tmp_path: Path) -> None:
-    """Without isolation the wheel requires the minor version that is installed."""
+    """Without isolation the build requires no torch; the wheel requires the installed version."""
     ground.torch(version=version)
     outcome = run(ground, HOOK.format({"torchkiln.cuda": "off"}))
     assert outcome.ended_well
@@ -81,7 +81,7 @@ def test_installed_torch_is_kept(ground: Ground, version: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cpu", "2.13.0+cu130"])
 def test_pip_installs_nothing_but_torchkiln(ground: Ground, version: str) -> None:
-    """The command of the pages, as pip resolves it beside this torch."""
+    """The documented command installs only torchkiln beside this torch."""
     pytest.importorskip("pip")
     ground.torch(version=version)
     info = ground.site / f"torch-{version}.dist-info"
@@ -108,7 +108,7 @@ def test_pip_installs_nothing_but_torchkiln(ground: Ground, version: str) -> Non
 def test_license_of_a_published_wheel(
     ground: Ground, cuda: str, expression: str, tmp_path: Path
 ) -> None:
-    """With kernels it has NVIDIA's CUDA runtime in it."""
+    """A wheel with kernels contains NVIDIA's CUDA runtime, so it names that license, too."""
     variables = {"TORCHKILN_TORCHES": "/torches/2.13", "TORCHKILN_CUDA": cuda}
     outcome = run(ground, METADATA.format(str(tmp_path)), **variables)
     assert outcome.ended_well, outcome.text
@@ -122,7 +122,7 @@ def test_license_of_a_published_wheel(
 
 
 def test_older_python_is_refused(ground: Ground) -> None:
-    """Before the torch of the build is downloaded."""
+    """An older Python is refused before torch is downloaded for the build."""
     code = "import build_backend, sys; sys.version_info = (3, 10, 13)\n"
     outcome = run(ground, code + HOOK.format({"torchkiln.torch": "2.13.0"}))
     assert not outcome.ended_well

@@ -1,4 +1,4 @@
-"""Damaged and second copies of the package: an ImportError, and never another copy's library."""
+"""Damaged and second copies of the package raise ImportError and load no other copy's library."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ WORKS = "assert torchkiln.silu(torchkiln._torch.ones(3)).shape == (3,); print('w
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A whole copy of the package, its libraries included."""
+    """A complete copy of the package, with its libraries."""
     package = tmp_path / "torchkiln"
     ignored = shutil.ignore_patterns("__pycache__", "include", "share")
     shutil.copytree(Path(torchkiln.__file__).parent, package, ignore=ignored)
     compiled = Path(torchkiln.cmake_prefix_path).parents[1]
-    if compiled != Path(torchkiln.__file__).parent:  # editable
+    if compiled != Path(torchkiln.__file__).parent:  # an editable install
         shutil.copytree(compiled, package, ignore=ignored, dirs_exist_ok=True)
     return package
 
 
 def run(code: str, package: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs code that finds this copy, and torch. -S: an editable install would come before it."""
+    """Runs code with this copy and torch on the path; -S keeps an editable install out."""
     path = [str(package.parent), str(Path(torch.__file__).parents[1])]
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-S", "-c", f"import sys; sys.path[:0] = {path}\n{code}"],
@@ -103,7 +103,7 @@ def test_a_whole_copy_works(copy: Path) -> None:
 
 @pytest.mark.parametrize("name", ["libtorchkiln_kernels.so", "libtorchkiln.so"])
 def test_libraries_beside_the_module_come_first(copy: Path, name: str, tmp_path: Path) -> None:
-    """A foreign library of that name on LD_LIBRARY_PATH is not taken."""
+    """A library of the same name on LD_LIBRARY_PATH is not loaded."""
     compiler = shutil.which("gcc")
     if compiler is None:
         pytest.skip("no gcc")
@@ -166,7 +166,7 @@ int main() {
 
 
 def test_a_bridge_of_another_copy_is_not_read(tmp_path: Path) -> None:
-    """Its functions are those of the library that it is linked to, so ours has none: an error."""
+    """A bridge that is linked to another copy's library raises an error, as ours lacks its ops."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++")

@@ -1,4 +1,4 @@
-"""The Dockerfiles as the script reads that does their steps without an engine."""
+"""The Dockerfiles, as run_dockerfile.py reads them, which runs their steps without an engine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_images_and_downloads_are_pinned() -> None:
 
 
 def test_the_wheel_is_installed_by_its_file() -> None:
-    """pip takes a newer version of an index before a wheel of --find-links."""
+    """The wheel is installed by its path; with --find-links pip may prefer one of an index."""
     text = (DOCKER / "user.Dockerfile").read_text()
     (installed,) = re.findall(r"pip install (.*?) *\\\n", text)
     assert "/torchkiln-*.whl" in installed

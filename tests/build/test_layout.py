@@ -12,7 +12,7 @@ import torchkiln
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = {".h", ".cuh", ".cu", ".cpp"}
 
-# Files in folders of families that belong to no family.
+# Files in the folders of families that do not belong to a family.
 SHARED = {
     "cuda/ops": set(),
     "cpp/cpu": {"CMakeLists", "isa", "libstdcxx_compat", "detail"},
@@ -48,7 +48,7 @@ NAMESPACES = {
     "cpp/include/torchkiln/cpu": "torchkiln",
     "cpp/cpu": "torchkiln::cpu",
 }
-# Files that also define names for the rest of the library.
+# Files that also define names in other namespaces.
 ELSEWHERE = {
     "cpp/cpu/isa.cpp",
     "cuda/include/torchkiln/device/jit_elementwise.cuh",
@@ -62,7 +62,7 @@ def families() -> set[str]:
 
 
 def stems(folder: str) -> set[str]:
-    """The names of the files and folders in a folder, without endings."""
+    """The names of the entries of a folder, without suffixes."""
     paths = (ROOT / folder).iterdir()
     return {path.stem for path in paths if path.name != "__pycache__"}
 
@@ -74,12 +74,12 @@ def sources(*folders: str) -> list[Path]:
 @pytest.mark.parametrize("folder", SHARED)
 def test_a_family_has_one_name_in_every_layer(folder: str) -> None:
     missing = set()
-    if folder in ("cuda/ops", "cpp/cpu"):  # the build makes the kernels of formulas
+    if folder in ("cuda/ops", "cpp/cpu"):  # the build generates kernels of formulas
         missing = {family for family in families() if is_formula(family)}
     if folder == "cpp/cpu":
-        missing |= {"convolution", "matmul"}  # on the CPU they are torch's
+        missing |= {"convolution", "matmul"}  # the CPU uses torch's
     if folder == "src/torchkiln/testing/specs":
-        missing |= {"convolution"}  # it consists of other ops, and has tests of its own
+        missing |= {"convolution"}  # a composition of ops, with its own tests
     assert stems(folder) - SHARED[folder] == families() - missing
 
 
@@ -92,7 +92,7 @@ def is_formula(family: str) -> bool:
     ("folder", "suffix"), [("cuda/ops", ".cu"), ("cpp/ops", ".cpp"), ("cpp/cpu", ".cpp")]
 )
 def test_every_source_is_compiled(folder: str, suffix: str) -> None:
-    """CMake takes FAMILY.ext and FAMILY/*.ext; a CMakeLists.txt has to name all other sources."""
+    """CMake finds FAMILY.ext and FAMILY/*.ext; a CMakeLists.txt names every other source."""
     lists = [ROOT / name / "CMakeLists.txt" for name in ("cuda", "cpp", "cpp/cpu")]
     text = "\n".join(path.read_text() for path in lists)
     named = {Path(name).name for name in re.findall(r"[\w/]+\.(?:cu|cpp)\b", text)}
@@ -143,7 +143,7 @@ def test_no_private_header_is_installed() -> None:
 
 
 def test_first_files_begin_with_their_purpose() -> None:
-    """Two to six lines: the content, the method, the other files. Tables of plans may follow."""
+    """The first comment has 2 to 6 lines on content, method and other files; plans may follow."""
     kernels = [p for p in sources("cuda/ops") if p.name in {"forward.cu", "backward.cu"}]
     for path in kernels + [p for p in sources("cpp/ops") if p.suffix == ".cpp"]:
         text = path.read_text()

@@ -1,4 +1,4 @@
-"""The loader's errors: imports with falsified build records, each in a new process."""
+"""Errors of the loader, for imports with wrong build records, each in a new process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchkiln import extend
 from torchkiln._loader import minor, mismatch, missing_instructions, python_version
 from torchkiln.typing import BuildInfo, TorchBuild
 
-# Stands for torch, and ends the process when it is imported.
+# A fake torch that ends the process when it is imported.
 BROKEN_TORCH = """
 import sys
 raise SystemExit(f"torch was imported, _C is in {sys.modules['torchkiln'].__path__[-1]}")
@@ -27,7 +27,7 @@ raise SystemExit(f"torch was imported, _C is in {sys.modules['torchkiln'].__path
 
 
 def torches(*versions: str, folder: str = ".") -> list[dict[str, str | None]]:
-    """Entries of a build record for these versions of torch."""
+    """Entries of a build record, one per version of torch."""
     return [
         {"version": version, "cuda": "13.0", "folder": folder.format(minor(version))}
         for version in versions
@@ -39,7 +39,7 @@ SEVERAL: dict[str, Any] = {"torches": torches("2.98.1", "2.99.0", "2.100.0", fol
 
 
 def run_python(code: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs code where the packages in the folder come first."""
+    """Runs code in a new Python, in which the packages in the folder come first."""
     return subprocess.run(
         [sys.executable, *arguments, "-c", code],
         capture_output=True,
@@ -53,7 +53,7 @@ def run_python(code: str, folder: Path, *arguments: str) -> subprocess.Completed
 def import_with(
     folder: Path, record: dict[str, Any], torch_version: str | None, torch_cuda: str | None = None
 ) -> str:
-    """The error when a copy of the package with this record is imported beside such a torch."""
+    """The error of importing a copy of the package with this record and a fake torch."""
     package = folder / "torchkiln"
     built = shutil.ignore_patterns("*.so", "*.json", "__pycache__")
     shutil.copytree(Path(torchkiln.__file__).parent, package, ignore=built)
@@ -64,7 +64,7 @@ def import_with(
         (folder / "torch" / "__init__.py").write_text(BROKEN_TORCH)
         facts = f"__version__ = {torch_version!r}\ncuda = {torch_cuda!r}\n"
         (folder / "torch" / "version.py").write_text(facts)
-    # -S: without site-packages, where the real torch is.
+    # -S leaves out site-packages, which has the real torch.
     done = run_python("import torchkiln", folder, "-S")
     assert done.returncode == 1, done
     return done.stderr
@@ -180,7 +180,7 @@ def test_package_for_cmake_is_there() -> None:
 def test_a_package_built_for_another_torch(tmp_path: Path) -> None:
     package = tmp_path / "mine" / "__init__.py"
     package.parent.mkdir()
-    extend.require_torch(str(package))  # editable
+    extend.require_torch(str(package))  # an editable install without a record
     record = package.with_name("_torch.txt")
     record.write_text(f"{minor(torch.__version__)}.9\n")
     extend.require_torch(str(package))

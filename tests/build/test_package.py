@@ -1,5 +1,5 @@
-"""The CMake package in other projects: moved away from torch, asked for missing components, or
-included in their build."""
+"""The CMake package in other projects: without torch near it, without components that are
+required, or built as a part of the project."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def ground(tmp_path: Path) -> Ground:
 
 @pytest.fixture
 def moved(ground: Ground) -> Path:
-    """The installed package, copied to a folder away from torch."""
+    """A copy of the installed package in a folder without torch."""
     prefix = ground.folder / "moved"
     installed = Path(torchkiln.cmake_prefix_path).parents[1]
     for name in ("include", "lib", "share"):
@@ -145,7 +145,7 @@ def test_another_version(ground: Ground, moved: Path) -> None:
 
 
 def test_a_program_beside_another_minor_version(ground: Ground, moved: Path) -> None:
-    """Its symbols contain the version, and it looks for them before main()."""
+    """A program does not start with another minor version, which its symbols contain."""
     sources = ground.folder / "sources"
     ground.write(sources / "CMakeLists.txt", PROGRAM)
     ground.write(sources / "program.cpp", SUM + CALL)
@@ -165,7 +165,7 @@ def test_a_program_beside_another_minor_version(ground: Ground, moved: Path) -> 
 
 
 def test_as_a_part_of_another_project(ground: Ground) -> None:
-    """The targets have the package's names, and only linked ones are built; none is installed."""
+    """Targets have the package's names; only linked ones are built, and none is installed."""
     ground.torch(cuda=None)
     outcome = ground.configure(f"-DTORCHKILN_SOURCES={ROOT}", sources=KERNELS)
     assert outcome.ended_well, outcome.text

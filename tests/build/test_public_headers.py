@@ -17,11 +17,11 @@ import torchkiln
 INCLUDE = Path(torchkiln.cmake_prefix_path).parents[1] / "include"
 TORCH_INCLUDE = Path(torch.__file__).parent / "include"
 NEEDS_CUDA = {"handles.h"}
-"""Headers that include CUDA's, which a CPU-only machine lacks."""
+"""Headers that include CUDA's headers, which a CPU-only machine does not have."""
 
 
 def headers(*folders: str) -> list[str]:
-    """The C++ headers of folders of the package."""
+    """The public C++ headers in these folders."""
     return sorted(
         f"torchkiln/{folder}/{path.name}"
         for folder in folders
@@ -32,7 +32,7 @@ def headers(*folders: str) -> list[str]:
 
 @pytest.fixture
 def compiler() -> str:
-    """The C++ compiler."""
+    """The path of the C++ compiler; skips without one."""
     found = os.environ.get("CXX") or shutil.which("c++")
     if found is None:
         pytest.skip("no C++ compiler")
@@ -42,7 +42,7 @@ def compiler() -> str:
 def check_syntax(
     compiler: str, included: list[str], folder: Path, *options: str, code: str = ""
 ) -> None:
-    """Compiles a file that includes these headers."""
+    """Compiles a file that includes these headers, without warnings."""
     source = folder / "unit.cpp"
     source.write_text("".join(f"#include <{header}>\n" for header in included) + code)
     command = [compiler, "-fsyntax-only", "-Wall", "-Werror", f"-I{INCLUDE}", *options, str(source)]
@@ -83,7 +83,7 @@ int main() {
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="one instruction set only")
 @pytest.mark.parametrize(("built", "name"), [("avx2", "AVX2"), ("avx512", "AVX-512")])
 def test_a_kernel_for_one_processor(compiler: str, built: str, name: str, tmp_path: Path) -> None:
-    """On a processor with less it returns an error, and the kernel does not run."""
+    """A processor without the instructions gets an error, and the kernel does not run."""
     source, program = tmp_path / "single.cpp", tmp_path / "single"
     source.write_text(SINGLE)
     library = INCLUDE.parent / "lib" / "libtorchkiln_kernels.so"
@@ -110,7 +110,7 @@ def test_a_kernel_for_one_processor(compiler: str, built: str, name: str, tmp_pa
 
 @pytest.fixture
 def with_torch() -> list[str]:
-    """The options to include torch's headers."""
+    """Compiler options for torch's headers; skips without Python's headers."""
     python = Path(sysconfig.get_path("include"))
     if not (python / "Python.h").is_file():
         pytest.skip("Python's headers are not installed")
@@ -144,7 +144,7 @@ TORCH_LIBRARY_FRAGMENT(mine, m) { torchkiln::define<Scale>(m); }
 
 @pytest.mark.parametrize("name", ["g++", "clang++"])
 def test_an_op(name: str, with_torch: list[str], tmp_path: Path) -> None:
-    """Its registration instantiates templates, which includes alone do not."""
+    """Registering an op instantiates templates, which including the header does not."""
     if shutil.which(name) is None:
         pytest.skip(f"no {name}")
     check_syntax(name, ["torchkiln/torch/op.h"], tmp_path, *with_torch, code=OP)

@@ -1,4 +1,4 @@
-"""Digests and permissions of the workflows: what may run where a wheel is built and attested."""
+"""Workflows that build and attest wheels pin all packages by digest, and have few permissions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def pinned(name: str) -> set[str]:
-    """The packages of a requirements file, each of which must have a version and digests."""
+    """The packages of a requirements file; each must have a version and digests."""
     lines = (GITHUB / name).read_text().replace("\\\n", " ").splitlines()
     wanted = [line for line in lines if not line.startswith("#")]
     form = r"([\w.-]+)==[\w.]+( ;[^\\]+?)?( +--hash=sha256:[0-9a-f]{64})+"
@@ -41,7 +41,7 @@ def test_each_torch_of_a_release_has_digests() -> None:
 
 
 def test_torches_are_fetched_by_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other files, for another CUDA version, come from their own index alone."""
+    """The default torches are pinned by digest; another CUDA version's come from its own index."""
     commands: list[list[str]] = []
     monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append([*command]))
     monkeypatch.delenv("TORCHKILN_TORCH_INDEX", raising=False)

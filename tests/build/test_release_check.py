@@ -1,4 +1,4 @@
-"""`nox -s release_check` on a copy of the sources that can be released, and with faults in it."""
+"""`nox -s release_check` on copies of the sources: one can be released, the others have a fault."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def change(path: Path, old: str, new: str) -> None:
 
 @pytest.fixture(scope="module")
 def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy with a dated changelog and an address, committed."""
+    """A committed copy with a dated changelog and an address, which can be released."""
     root = tmp_path_factory.mktemp("ready")
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for name in COPIED:
         shutil.copy(ROOT / name, root)
-    for target in ("cpp", "cuda", "tests", "src"):  # what pages link to
+    for target in ("cpp", "cuda", "tests", "src"):  # targets of links on pages
         for path in (ROOT / target).rglob("*"):
             place = root / path.relative_to(ROOT)
             if not place.exists() and path.is_file() and "__pycache__" not in path.parts:
@@ -63,13 +63,13 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def root(ready: Path, tmp_path: Path) -> Path:
-    """A copy of that copy, to plant a fault in."""
+    """A copy of ``ready`` that a test may change."""
     return shutil.copytree(ready, tmp_path / "copy")
 
 
 @pytest.fixture
 def wheel(root: Path) -> Path:
-    """One with the files that the check compares."""
+    """A wheel with the files and metadata that the check compares."""
     project = check_release.project_of(root)
     info = f"torchkiln-{project['version']}.dist-info"
     path = root.parent / f"torchkiln-{project['version']}-cp311-cp311-linux_x86_64.whl"
@@ -89,7 +89,7 @@ def test_all_is_ready(root: Path, wheel: Path, capsys: pytest.CaptureFixture[str
     printed = capsys.readouterr().out
     assert ready, printed
     assert printed.count("ok     ") == 8
-    assert not check_release.check(root, [], TODAY)  # without a wheel
+    assert not check_release.check(root, [], TODAY)  # at least one wheel is required
 
 
 def test_another_number_in_the_readme(root: Path) -> None:

@@ -1,4 +1,4 @@
-"""How a run under a sanitizer ends."""
+"""Runs under a sanitizer end with pytest's status."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_one(): assert {}
 
 @pytest.mark.parametrize("passes", [True, False])
 def test_a_process_ends_after_its_checks(passes: bool, tmp_path: Path) -> None:
-    """Without the interpreter's own end, in which a thread of torch may fail."""
+    """The process ends at once with pytest's status: a thread of torch may fail in a shutdown."""
     (tmp_path / "test_one.py").write_text(TEST.format(passes))
     command = (*PYTEST, "-q", "-p", "no:cacheprovider", "test_one.py")
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""The SBOM: third-party files in a build, from ninja's record of the compilation."""
+"""The SBOM lists third-party files of a build, from ninja's record of the compilation."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_linked_in(headers: list[Path]) -> None:
 
 
 def test_version_of_the_runtimes_wheel(headers: list[Path], tmp_path: Path) -> None:
-    """In full, as the registry has it."""
+    """The version is the complete one of the wheel in the registry."""
     (tmp_path / "nvidia_cuda_runtime-13.2.75.dist-info").mkdir()
     (runtime,) = linked_in("g++ libcudart_static.a", parts(headers))
     assert runtime.purl == "pkg:pypi/nvidia-cuda-runtime@13.2.75#lib/libcudart_static.a"

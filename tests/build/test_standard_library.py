@@ -1,4 +1,4 @@
-"""Definitions that let our libraries run beside an older libstdc++ than that of the compiler."""
+"""Definitions with which our libraries run on a libstdc++ older than the compiler's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "cpp" / "cpu" / "libstdcxx_compat.cpp"
 SYMBOL = "_ZSt28__throw_bad_array_new_lengthv"
-# Needs the function, and others that are in one member of libstdc++.a with it.
+# Code that needs the function, and others of the same member of libstdc++.a.
 USES = """
 #include <string>
 #include <vector>
@@ -22,7 +22,7 @@ void* needs() { extern void torchkiln_needs() __asm__("%s"); return (void*)&torc
 
 @pytest.mark.parametrize("how", ["-static-libstdc++", "-shared-libgcc"])
 def test_a_library_links(how: str, tmp_path: Path) -> None:
-    """With a static libstdc++, which defines the function, too, and with the shared one."""
+    """It links with a static libstdc++, which also defines the function, and with a shared one."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++")
@@ -34,4 +34,4 @@ def test_a_library_links(how: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     listed = subprocess.run(("nm", "-D", str(library)), capture_output=True, text=True, check=True)
-    assert SYMBOL not in listed.stdout  # neither needed nor shown
+    assert SYMBOL not in listed.stdout  # not imported, not exported

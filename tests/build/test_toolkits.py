@@ -1,4 +1,4 @@
-"""Selection of nvcc in a build from source, and its errors, as docs/building.md lists them."""
+"""Selection of nvcc in a build from source, and the errors that docs/building.md lists."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEEDED = f"needed nvcc {CUDA}, the CUDA version of torch 2.13.0; found:"
 
 @pytest.fixture
 def ground(tmp_path: Path) -> Ground:
-    """A fresh place for each test."""
+    """A new sandbox for each test, whose path contains a space."""
     folder = tmp_path / "a place"
     folder.mkdir()
     return Ground(folder)
@@ -59,7 +59,7 @@ def test_named_compiler(ground: Ground, named: str) -> None:
 
 
 def test_conda_prefix(ground: Ground) -> None:
-    """Its lib is no lib64, as in the registry's toolkit, and it has no records of pip."""
+    """A toolkit of Conda, with lib instead of lib64 and without pip's records, is used as it is."""
     ground.torch()
     for name in ("bin/nvcc.profile", "targets/x86_64-linux/include/cuda.h"):
         ground.write(ground.prefix / name)
@@ -80,7 +80,7 @@ def test_several(ground: Ground) -> None:
 
 
 def test_registry_toolkit_beside_torch(ground: Ground) -> None:
-    """The toolkit is assembled in the build folder; site-packages is not written to."""
+    """The toolkit is assembled in the build folder, so site-packages may be read-only."""
     ground.torch()
     nvcc = ground.registry()
     before = ground.files()
@@ -201,7 +201,7 @@ def test_wrong_architecture(ground: Ground, architectures: str, said: str) -> No
     ],
 )
 def test_instructions_of_this_processor(ground: Ground, macros: str, built: str) -> None:
-    """The widest set all of whose instructions the compiler sees."""
+    """The build selects the widest set of instructions that the compiler reports in full."""
     ground.torch()
     defined = " ".join(f"'#define __{macro}__ 1'" for macro in macros.split())
     real = shutil.which("g++")
@@ -298,7 +298,7 @@ def test_cxx_too_old(ground: Ground) -> None:
 
 
 def test_cmake_too_old(ground: Ground) -> None:
-    """Reported before CMake's own error, which does not say how to install a newer CMake."""
+    """The error comes before CMake's own, and names a command that installs a newer CMake."""
     sources = ground.folder / "sources"
     top = (ROOT / "CMakeLists.txt").read_text().partition("project(")[0]
     ground.write(sources / "CMakeLists.txt", "set(CMAKE_VERSION 3.25.1)\n" + top)
@@ -308,7 +308,7 @@ def test_cmake_too_old(ground: Ground) -> None:
 
 
 def test_no_network(ground: Ground) -> None:
-    """The sandbox sets proxies that refuse connections; here there is no network interface."""
+    """Configuring works without a network interface; other tests only have refusing proxies."""
     ground.torch(cuda=None)
     isolated = subprocess.run(["unshare", "-rn", "true"], capture_output=True, check=False)
     if isolated.returncode == 0:
@@ -335,7 +335,7 @@ def _links(root: Path, toolkit: Path, *names: str) -> None:
 @pytest.mark.skipif(real_toolkit() is None, reason="there is no nvcc")
 @pytest.mark.parametrize("kind", ["link", "registry"])
 def test_toolkit_that_compiles(ground: Ground, kind: str) -> None:
-    """CMake's own look at the compiler is passed, too."""
+    """CMake's own test of the compiler passes, too."""
     toolkit = real_toolkit()
     assert toolkit is not None
     ground.torch(cuda=toolkit.version)

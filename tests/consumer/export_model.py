@@ -21,7 +21,7 @@ ACTIVATIONS = (
 
 
 class Model(nn.Module):
-    """Each operator once; with_exported.cpp has the same list."""
+    """Calls each operator once, in the order of the list in with_exported.cpp."""
 
     def forward(
         self,

@@ -1,11 +1,11 @@
 """The part of the contract that one run of the suite covers; docs/contract.md has the rule.
 
-A day's sample keeps every check that is quick. Checks that are marked slow or large run for one op
-in twelve, the longest checks that trace for one op in four, in one dtype. Forms, such as an op in
-place, take a quarter of their quick checks. Checks whose code differs little between dtypes run in
-float32 and one other. Of the values of a parameter that ``pytest.mark.rotates`` names, one in
-``count`` runs. Days take turns: twelve days in a row run every case. ``--full`` runs all cases,
-``--shard=I/N`` each N-th test from the I-th on.
+A day's sample has every quick check of the ops. Slow and large checks run for one op in twelve, the
+longest checks that trace for one op in four, in one dtype. Forms, such as an in-place op, have a
+quarter of their quick checks. Checks whose code differs little between dtypes run in float32 and
+one other. Of the values of a parameter that ``pytest.mark.rotates`` names, one in ``count`` runs.
+Days rotate: twelve successive days run every case. ``--full`` runs all cases, ``--shard=I/N`` each
+N-th test from the I-th on.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from torchkiln.testing.contract import CHECKS
 
 DAYS = 12
 QUARTER = 4
-"""Days in which every quick check of a form, and every check that traces, runs once."""
+"""Period in days of quick checks of forms, and of checks that trace."""
 TRACING = ("compile_aot_eager", "no_recompilation_storm", "opcheck", "opcheck_helpers")
-"""Their twins run every day: checkpointed compiles each op, meta_and_fake calls it without data."""
+"""Similar daily checks: checkpointed compiles each op, meta_and_fake calls it without data."""
 IN_ONE_DTYPE = ("compile_aot_eager", "opcheck", "opcheck_helpers")
 IN_SOME_DTYPES = ("gradient_strides",)
 IN_SOME_DTYPES_ON_CPU = ("determinism", "gradient_strides", "meta_and_fake", "strides")
-"""Kernels of the CPU are one template for all dtypes; values and gradients run in each."""
+"""CPU kernels are one template for all dtypes; values and gradients are checked in every dtype."""
 FORMS = tuple(form for spec in testing.SPECS for form in spec.forms)
 ROTATES = "rotates(name, count): one in `count` values of a parameter runs a day"
 REASONS = 12
-"""Lines of the summary of skips."""
+"""Number of lines in the summary of skips."""
 
 
 def add_options(parser: pytest.Parser) -> None:
-    """Add --full, --day and --shard."""
+    """Add the options --full, --day and --shard."""
     add = parser.addoption
     add("--full", action="store_true", help="run every case of the contract")
     add("--day", type=int, help="the day whose sample is run (default: today's number)")
@@ -50,14 +50,14 @@ def choose_day(config: pytest.Config) -> None:
 
 
 def header(config: pytest.Config) -> str:
-    """The line that tells how to repeat the run."""
+    """The line of pytest's header that says how to repeat the run."""
     if config.option.full:
         return "contract: every case"
     return f"contract: the sample of day {config.option.day} (--day), --full runs every case"
 
 
 def period(case: testing.Case) -> int:
-    """The number of days in which a case runs once."""
+    """Number of days in which a case runs once."""
     if case.check.slow or case.check.large:
         return DAYS
     is_form = case.spec not in testing.SPECS
@@ -65,9 +65,9 @@ def period(case: testing.Case) -> int:
 
 
 def in_sample(case: testing.Case, day: int) -> bool:
-    """Whether the sample of a day has the case."""
+    """Whether a case belongs to the sample of a day."""
     specs = testing.SPECS if case.spec in testing.SPECS else FORMS
-    # Large checks take turns among the ops that have a large sample.
+    # Large checks rotate among the ops that have a large sample.
     op = [s for s in specs if s.large or not case.check.large].index(case.spec)
     days = period(case)
     if (op + list(CHECKS).index(case.check.name) + day) % days:
@@ -84,7 +84,7 @@ def in_sample(case: testing.Case, day: int) -> bool:
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what the sample and the shard do not have; tests that were named all run."""
+    """Deselect tests outside of the sample or shard; tests named on the command line all run."""
     named = config.option.keyword or any("::" in argument for argument in config.args)
     kept = items
     if not (config.option.full or named):
@@ -101,9 +101,9 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def places(items: Sequence[pytest.Item]) -> Iterator[dict[str, int]]:
-    """For each test, the place of each parameter's value among the values in its function.
+    """For each test, the index of each parameter's value among its values in the function.
 
-    The indices of pytest count the combinations of several parameters.
+    pytest's own indices count combinations of several parameters.
     """
     orders: dict[tuple[str, str], dict[int, int]] = {}
     for item in items:
@@ -116,7 +116,7 @@ def places(items: Sequence[pytest.Item]) -> Iterator[dict[str, int]]:
 
 
 def runs_today(item: pytest.Item, place: Mapping[str, int], day: int) -> bool:
-    """Whether a test is in the sample; all tests are that no rule leaves out."""
+    """Whether a test is in the sample of a day; a test without a rule always is."""
     mark = item.get_closest_marker("rotates")
     if mark and place:
         name, count = mark.args

@@ -1,4 +1,4 @@
-"""Every clause of every op's contract, one item each."""
+"""Every check of every op's contract, one test each."""
 
 from __future__ import annotations
 

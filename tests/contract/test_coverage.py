@@ -17,8 +17,8 @@ from torchkiln.testing.validation import with_forms
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# What the package offers beside ops: spmm is spmm_csr of the parts of a tensor, csr_transpose its
-# helper. tests/ops/test_quantize.py and test_fp8_norms.py compare the bits of results in E4M3.
+# Functions beside the ops: spmm calls spmm_csr, csr_transpose is its helper. The bits of E4M3 are
+# compared in tests/ops/test_quantize.py and test_fp8_norms.py.
 OTHER_FUNCTIONS = {
     *ops_names.QUANTISING,
     *ops_names.PRODUCERS,
@@ -34,7 +34,7 @@ OTHER_FUNCTIONS = {
 
 UNLISTED = {name for family in ops_names.UNLISTED.values() for name in family}
 
-# bn_act of the processes of a group, its parts between collectives, and the module that calls it;
+# bn_act over the processes of a group: the ops before and after its collectives, and the module.
 # tests/ops/test_sync_batch_norm.py checks them.
 PARTS = {
     "_sync_bn_act",
@@ -45,7 +45,7 @@ PARTS = {
 }
 OF_PARTS = {"SyncBatchNormAct"}
 
-# Modules of an op for other ranks of its input; tests/ops/test_batch_norm.py checks them.
+# Modules of an op for other numbers of dimensions; tests/ops/test_batch_norm.py checks them.
 OTHER_RANKS = {"BatchNormAct1d", "BatchNormAct3d"}
 
 # Modules of conv_bn_act.
@@ -62,10 +62,10 @@ COMPOSED |= {
     "TransformerEncoderLayer",
 }
 
-# Helpers of the ops with a result in E4M3.
+# Helpers of ops that write E4M3.
 OF_PRODUCERS = {"_norm_fp8_forward", "_add_norm_fp8_forward", "_gated_fp8_backward"}
 
-# Both gates that quantise are one op.
+# swiglu_fp8 and geglu_fp8 call the same op.
 GATES_OF_PRODUCERS = {"swiglu_fp8", "geglu_fp8"}
 
 # A helper of conv_bn_act that returns whether another op is faster.
@@ -83,7 +83,7 @@ EVERY = with_forms(SPECS)
 
 
 def registered() -> set[str]:
-    """The names of all ops in the namespace."""
+    """The names of all ops in torch.ops.torchkiln."""
     names = torch._C._dispatch_get_all_op_names()
     return {
         n.removeprefix("torchkiln::").split(".")[0] for n in names if n.startswith("torchkiln::")
@@ -99,7 +99,7 @@ def test_every_op_has_a_spec() -> None:
 
 
 def test_helpers_have_an_underscore() -> None:
-    """Schemas of the other ops stay: docs/stability.md."""
+    """Ops without an underscore are public, as docs/stability.md promises their schemas."""
     assert {op for op in registered() if op[0] != "_"} <= {*torchkiln.__all__, *UNLISTED}
     assert not {op for op in registered() if op[0] == "_" and op[1:] in torchkiln.__all__}
 
@@ -121,7 +121,7 @@ def test_every_public_function_has_a_spec() -> None:
 
 
 def test_functions_are_reachable_where_they_are_written() -> None:
-    """Both as torchkiln.<name>, unless unlisted, and as torchkiln.ops.<family>.<name>."""
+    """A function is torchkiln.<name>, unless unlisted, and torchkiln.ops.<family>.<name>."""
     for spec in SPECS:
         (family,) = (family for family, ops in ops_names.FAMILIES.items() if spec.name in ops)
         module = importlib.import_module(f"torchkiln.ops.{family}")
@@ -147,7 +147,7 @@ def test_public_functions_are_documented() -> None:
 
 
 def test_stub_and_extension_agree() -> None:
-    """The stub names the functions that are no ops; __getattr__ stands for the ops."""
+    """The stub lists the functions that are no ops; its __getattr__ covers the ops."""
     stub = ast.parse((ROOT / "src" / "torchkiln" / "_C.pyi").read_text())
     told = {node.name for node in stub.body if isinstance(node, ast.FunctionDef)}
     exported = {name for name in dir(_C) if not name.startswith("_")}
@@ -167,7 +167,7 @@ KEYWORD_TENSORS = {
 
 
 def test_tensors_come_before_the_keywords_of_a_schema() -> None:
-    """DTensor distributes positional tensors only; those above are given as they are needed."""
+    """Only the listed ops have tensors among keywords, which DTensor does not distribute."""
     found: dict[str, list[str]] = {}
     for name in registered():
         arguments = getattr(torch.ops.torchkiln, name).default._schema.arguments

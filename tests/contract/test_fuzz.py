@@ -1,4 +1,4 @@
-"""Calls that hypothesis draws: the same few in every run here, many new ones in nox -s fuzz."""
+"""Calls drawn by hypothesis: the same few in each run of the suite, many new ones in a fuzz run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def fuzz(spec: testing.OpSpec, device: torch.device, count: int, *, fixed: bool) -> None:
-    """Try ``count`` calls; fixed ones are the same in every run."""
+    """Try ``count`` drawn calls; with ``fixed`` they are the same in each run."""
 
     @settings(
         max_examples=count,

@@ -1,4 +1,4 @@
-"""The list of planted faults fits the sources: no fault is stale."""
+"""The list of planted faults fits the sources: each replaced text and each named test exists."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FAMILIES = (
     *("norm", "batch_norm", "group_norm", "softmax", "cross_entropy", "matmul", "rope", "rowwise"),
     "gemm",
 )
-"""Folders of kernels that have faults."""
+"""Families of kernels for which faults are listed."""
 
 
 def require_test(name: str) -> None:
@@ -33,7 +33,7 @@ def require_test(name: str) -> None:
 
 
 def by_dtype() -> set[Path]:
-    """The files per dtype of cuda/by_dtype.cmake."""
+    """The source files per dtype that cuda/by_dtype.cmake generates."""
     headers = (ROOT / "cuda" / "ops").glob("*/*_by_dtype.cuh")
     names = {f"{header.parent.name}_{header.stem}" for header in headers}
     dtypes = ("float32", "float16", "bfloat16")
@@ -46,7 +46,7 @@ def test_a_fault_can_be_planted(fault: Fault) -> None:
     assert text.count(fault.old) == fault.times
     assert fault.old != fault.new
     unit = Path(fault.unit or fault.file)
-    made = unit.parent == Path("cuda/by_dtype")  # CMake writes it in the build folder
+    made = unit.parent == Path("cuda/by_dtype")  # generated in the build folder
     assert unit in by_dtype() if made else (ROOT / unit).is_file()
     assert unit.suffix in (".cpp", ".cu", ".py")
     assert fault.op in NAMES
@@ -69,7 +69,7 @@ def test_there_are_enough_of_each_kind() -> None:
 
 
 def test_the_tests_of_a_fault() -> None:
-    """Checks by op, device and dtype; functions of tests/ops with any parameters."""
+    """A fault selects checks by op, device and dtype, and functions of tests/ops by name."""
     fault = next(fault for fault in FAULTS if fault.name == "relu loses NaN")
     contract = "tests/contract/test_contract.py::test_contract"
     values = f"{contract}[relu-not_finite-cpu-float32]"

@@ -1,4 +1,4 @@
-"""The sample of a day: every quick check of every op, and all cases within twelve days."""
+"""A day's sample has every quick check of every op; twelve days have all cases."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_forms_and_checks_that_trace_take_a_quarter() -> None:
 
 
 def test_each_op_is_compiled_and_called_without_data_every_day() -> None:
-    """The checks that trace run for a quarter of the ops; these are their twins."""
+    """These checks run daily for each op; similar ones that trace run for a quarter of the ops."""
     twins = {"checkpointed", "compile_policy", "export", "meta_and_fake"}
     for case in CASES:
         if case.spec in testing.SPECS and case.check.name in twins:
@@ -93,13 +93,13 @@ def test_a_parameter_that_rotates_has_each_value_in_turn() -> None:
 @pytest.mark.parametrize("letter", "ab")
 @pytest.mark.parametrize("number", range(2))
 def test_of_two_parameters(letter: str, number: int) -> None:
-    """The next test counts it."""
+    """The cases of this function are counted by the next test."""
     assert letter in "ab"
     assert number < 2
 
 
 def test_a_day_has_half_of_the_test_before(request: pytest.FixtureRequest) -> None:
-    """As pytest collects it."""
+    """The sample of this session has two of the function's four cases."""
     options = request.config.option
     if options.full or options.shard or options.keyword or "::" in str(request.config.args):
         pytest.skip("other tests were chosen than those of a day")

@@ -1,4 +1,4 @@
-"""A machine for each test."""
+"""Simulated machines for the tests of the doctor."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from fake_machine import Machine
 
 @pytest.fixture
 def bare(tmp_path: Path) -> Machine:
-    """An empty machine."""
+    """A machine without anything."""
     return Machine(tmp_path)
 
 
 @pytest.fixture
 def machine(bare: Machine) -> Machine:
-    """A machine without problems."""
+    """A machine on which every check passes."""
     return bare.healthy()

@@ -20,7 +20,7 @@ NEW_STRING = b"...NSt7__cxx1112basic_string..."
 
 @dataclass
 class Libcuda:
-    """Stands for the library that ctypes loads: stores results through references."""
+    """A fake libcuda: its functions store results through references, as ctypes passes them."""
 
     gpus: tuple[tuple[str, tuple[int, int]], ...] = (H200,)
     cuda: int = 13000
@@ -56,7 +56,7 @@ def no_libcuda(name: str) -> Any:
 
 @dataclass
 class Machine:
-    """A machine in a folder."""
+    """A simulated machine whose files are in one folder."""
 
     folder: Path
     variables: dict[str, str] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Machine:
     def program(
         self, path: Path | str, out: str = "", error: str = "", end: str = "exit 0"
     ) -> Path:
-        """A program with this output, whatever its arguments."""
+        """Creates a program that prints this output for any arguments."""
         script = f"#!/bin/sh\n/bin/cat <<'END'\n{out}\nEND\n"
         if error:
             script += f"/bin/cat >&2 <<'END'\n{error}\nEND\n"
@@ -89,7 +89,7 @@ class Machine:
         return written
 
     def imports(self, **found: Any) -> None:
-        """A Python that can import the package."""
+        """Creates a python that reports a successful import of the package."""
         answer = {"devices": {}, "libraries": []} | found
         self.program("python", f"torch is there\n{json.dumps(answer)}")
 
@@ -104,7 +104,7 @@ class Machine:
         return folder
 
     def build(self, **record: Any) -> Path:
-        """The package, built for torch 2.99 with CUDA 13.0."""
+        """Creates the package, built for torch 2.99 with CUDA 13.0."""
         facts = {
             "version": "0.1.0",
             "torches": [{"version": "2.99.0", "cuda": "13.0", "folder": "."}],
@@ -119,7 +119,7 @@ class Machine:
         return self.write(package / "_build_info.json", json.dumps(facts | record)).parent
 
     def healthy(self) -> Machine:
-        """A GPU, and everything that belongs to it."""
+        """Creates a GPU, a driver and all programs and packages; returns the machine."""
         self.torch("2.99.0+cu130", "13.0")
         self.build()
         self.program("g++", "12.2.0")
@@ -152,14 +152,14 @@ class Machine:
         )
 
     def find(self, look: Callable[[Environment, Facts], list[Finding]]) -> list[Finding]:
-        """The findings of one check."""
+        """The findings of one check on this machine."""
         environment = self.environment()
         return look(environment, gather(environment))
 
     def find_one(
         self, look: Callable[[Environment, Facts], list[Finding]], state: str
     ) -> tuple[str, str]:
-        """Words and commands of the only finding, which must have this state."""
+        """Text and commands of the only finding of a check, which must have this state."""
         (found,) = self.find(look)
         assert found.state == state, found
         return found.words, " | ".join(found.remedies)

@@ -1,4 +1,4 @@
-"""The doctor's verdict on each op, and its command."""
+"""The doctor's verdict on each op, and its command line."""
 
 from __future__ import annotations
 
@@ -136,13 +136,11 @@ def test_a_check_that_fails(machine: Machine, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(runtime, "writable", refuse)
     found = examine(machine.environment())
     assert Finding("caches", "note", "cannot be checked: nothing for you") in found.findings
-    assert (
-        len(found.findings) >= len(CHECKS) - 6
-    )  # some report nothing on a machine without problems
+    assert len(found.findings) >= len(CHECKS) - 6  # up to six checks report nothing if all is well
 
 
 def run_doctor(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in a Python that can import neither torch nor other installed packages."""
+    """Run the command in a Python without site-packages, so without torch."""
     program = "from torchkiln_command import main; import sys; sys.exit(main())"
     return subprocess.run(
         [sys.executable, "-S", "-c", program, *words],

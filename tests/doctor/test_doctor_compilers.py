@@ -27,7 +27,7 @@ TOOLKIT = "python -m pip install 'cuda-toolkit[nvcc,nvvm,crt,cccl]==13.0.*'"
 
 
 def registry_toolkit(machine: Machine, **versions: str) -> Path:
-    """The toolkit as pip installs it: four wheels, three with the version only in the metadata."""
+    """A toolkit as pip installs it: four wheels; three have their version only in the metadata."""
     parts = {"nvidia_nvvm": "13.0.88", "nvidia_cuda_crt": "13.0.88", "nvidia_cuda_cccl": "13.0.85"}
     parts["nvidia_cuda_runtime"] = "13.0.96"
     for part, version in (parts | versions).items():
@@ -119,7 +119,7 @@ def test_nvcc_that_was_named(machine: Machine) -> None:
 
 
 def test_nvcc_of_a_prefix(machine: Machine) -> None:
-    """Conda puts nvcc beside Python; it is on PATH only in an activated environment."""
+    """An nvcc beside Python is found, as in a Conda environment that is not activated."""
     (machine.bin / "nvcc").unlink()
     machine.program("python-bin/python")
     nvcc = machine.nvcc("python-bin/nvcc", "13.0")
@@ -162,7 +162,7 @@ def test_no_headers(machine: Machine) -> None:
 
 
 def test_headers_of_the_cpp_library_are_nvccs(machine: Machine) -> None:
-    """Torch does not depend on them, and NVRTC does not need them."""
+    """Missing headers of the C++ library are noted only if nvcc, which needs them, is installed."""
     toolkit = machine.site / "nvidia" / "cu13"
     (toolkit / "include/nv/target").unlink()
     assert machine.find_one(find_headers, "ok")[0] == str(toolkit / "include")

@@ -67,7 +67,7 @@ def test_caches(machine: Machine) -> None:
     ["TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH"],
 )
 def test_cache_that_cannot_be_written(machine: Machine, name: str) -> None:
-    # Root may write everywhere, but not below a file.
+    # Root may write to every folder, but cannot create one below a file.
     cache = machine.write(machine.folder / "file") / "cache"
     machine.variables[name] = str(cache)
     words, remedies = machine.find_one(find_caches, "problem")

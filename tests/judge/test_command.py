@@ -1,4 +1,4 @@
-"""The command, its exit statuses, JSON, a folder, and specs in place of a reference."""
+"""torchkiln judge: exit statuses, JSON, a folder of candidates, a spec instead of a reference."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ SPECS = (
 
 @pytest.fixture(scope="module")
 def zygote() -> Iterator[Zygote]:
-    """The process that starts those of candidates: it imports torch once for all tests."""
+    """The process that forks candidates' processes; it imports torch once for all tests."""
     with Zygote() as made:
         yield made
 
 
 @pytest.fixture
 def one_zygote(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command does not start another one."""
+    """The command uses the shared zygote instead of starting one."""
     monkeypatch.setattr(judging, "Zygote", lambda: nullcontext(zygote))
 
 

@@ -1,6 +1,6 @@
-"""A corpus of planted cheats and of honest candidates: all cheats are caught by name, no other is.
+"""Every planted cheat of the corpus is caught under its name, and every honest candidate passes.
 
-Candidates are judged in processes that one zygote forks, so that torch is imported once.
+Candidates run in processes that one zygote forks, so torch is imported once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROUNDS = 5
 
 
 def words_of(path: Path) -> list[str]:
-    """The docstring: problem, trick and description of a cheat, or problem and description."""
+    """The parts of a docstring: problem, trick and description; without trick if honest."""
     text = ast.get_docstring(ast.parse(path.read_text()))
     assert text is not None, path
     return text.removesuffix(".").split(": ")
@@ -44,7 +44,7 @@ def zygote() -> Iterator[Zygote]:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy: other workers open the files of the original, which a judge would report."""
+    """A copy of the corpus, as a judge would report that other workers open the original."""
     folder = tmp_path_factory.mktemp("corpus")
     return Path(shutil.copytree(FOLDER, folder / "judge"))
 

@@ -1,4 +1,4 @@
-"""The least time of a call. No cheat of the corpus is so fast: clock and values are not its own."""
+"""The least time of a call, tested alone: no cheat of the corpus returns right values so fast."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def problem_of(tmp_path: Path) -> Callable[[str], Problem]:
         ("x @ self.weight", ALL, ALL),
         ("nn.functional.linear(x, self.weight.T).exp()", ALL, ALL),
         ("(x @ self.weight).relu()", 0.3 * ALL, 0.7 * ALL),
-        ("x @ self.weight.triu()", 0, 0),  # not a parameter: it may be known to have zeros
-        ("(x @ self.weight).sum(1)", 0, 0),  # x @ self.weight.sum(1)
-        ("x.expand(9, 8, 24) @ self.weight.expand(9, 24, 16)", 0, 0),  # one product is enough
+        ("x @ self.weight.triu()", 0, 0),  # triu() is no parameter: its zeros may be skipped
+        ("(x @ self.weight).sum(1)", 0, 0),  # equals x @ self.weight.sum(1)
+        ("x.expand(9, 8, 24) @ self.weight.expand(9, 24, 16)", 0, 0),  # nine equal products
         ("x[:, :16] * self.weight[0]", 0, 0),
     ],
 )

@@ -1,4 +1,4 @@
-"""The table of the corpus in docs/judge.md. ``python tests/judge/test_page.py`` writes it."""
+"""The table of the corpus in docs/judge.md; ``python tests/judge/test_page.py`` writes it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BEGIN, END = "<!-- corpus -->\n", "<!-- end -->"
 
 
 def table() -> str:
-    """Rows of all candidates, cheats by trick."""
+    """The tables of cheats, sorted by trick, and of honest candidates."""
     rows = []
     for path in (*files("cheats"), *files("cheats_cuda")):
         _, trick, words = words_of(path)
@@ -25,12 +25,12 @@ def table() -> str:
 
 
 def device(path: Path) -> str:
-    """Where a candidate runs."""
+    """The device on which a candidate runs."""
     return "GPU" if path.parent.name.endswith("_cuda") else "CPU"
 
 
 def written(page: str) -> str:
-    """The page with the table."""
+    """The page with a new table."""
     before, _, rest = page.partition(BEGIN)
     return f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
 

@@ -8,7 +8,7 @@ namespace {
 
 using namespace cuda;
 
-constexpr int64_t kChannels = 64;  // of planes
+constexpr int64_t kChannels = 64;  // of calls with planes
 
 Launch launch_of(const Gpu& gpu, const ChannelPass& pass, int blocks) {
   Launch launch;
@@ -90,7 +90,7 @@ void write_batch_norm(const Gpu& gpu, int64_t rows, int64_t columns) {
   }
 }
 
-/// Images of 112 x 112 pixels, as many as there are rows, at most 1024.
+/// Plans for `rows` images, at most 1024, of 112 x 112 pixels and `columns` channels.
 void write_pool(const Gpu& gpu, int64_t rows, int64_t columns) {
   constexpr int64_t kSide = 112;
   const Call call{rows, ceil_div(columns, kChannelLanes) * kChannelLanes, Dtype::bfloat16,

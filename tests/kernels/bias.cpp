@@ -26,7 +26,7 @@ Launch launch_of(const reduce::columns::Plan& plan, int lanes, int blocks, Dtype
 
 void write_bias_gradients(const Gpu& gpu, int64_t rows, int64_t columns) {
   for (const Call& call : calls(rows, columns)) {
-    if (call.alignment == Alignment::scalar) continue;  // the same as an offset
+    if (call.alignment == Alignment::scalar) continue;  // planned as shared_offset
     for (const bool from_input : {false, true}) {
       BiasActBackward p{};
       p.grad = p.saved = p.bias = address();

@@ -9,7 +9,7 @@ using namespace cuda;
 
 void write_convolutions(const Gpu& gpu, int64_t rows, int64_t columns) {
   for (const Call& call : calls(rows, columns)) {
-    if (call.alignment == Alignment::scalar) continue;  // the same as an offset
+    if (call.alignment == Alignment::scalar) continue;  // planned as shared_offset
     for (const int64_t out : {64, 256, 1024}) {
       PixelConvolution p{};
       p.x = p.weight = p.y = address();

@@ -85,7 +85,7 @@ void write_group_norm(const Gpu& gpu, int64_t rows, int64_t columns) {
     constexpr int64_t kChannels = 64;
     write_norm(gpu, call, "planes of 64 channels",
                {call.rows, kChannels, kGroups, call.columns, false});
-    // Groups in whole vectors, or with an odd number of elements.
+    // Groups that are whole vectors, or have an odd number of elements.
     const int64_t of_group = ceil_div(call.columns, kGroups);
     const bool in_vectors = call.alignment == device::Alignment::vector;
     const int64_t channels =

@@ -7,7 +7,7 @@ namespace {
 
 using namespace cuda;
 
-constexpr int64_t kResults = 4096;  // of a row
+constexpr int64_t kResults = 4096;  // columns of the product
 
 Launch launch_of(const Blocks& blocks) {
   Launch launch;
@@ -35,8 +35,8 @@ Launch launch_of(const std::optional<Blocks>& blocks, const char* why) {
   return launch;
 }
 
-/// A product [rows, columns] x [columns, results]: a row of the first operand has `columns`
-/// elements. `transposed`: columns of the second one are adjacent, as those of a layer's weight.
+/// A product [rows, columns] x [columns, results]. `transposed`: the columns of the second operand
+/// are contiguous, as in the weight of a layer.
 Matmul product(const Call& call, int64_t results, bool transposed) {
   Matmul p{};
   p.a = {address(), call.columns, 1, 0};

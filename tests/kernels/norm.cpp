@@ -68,7 +68,7 @@ Launch launch_of(const FewRowsPlan& plan, const NormBackward&) {
 }
 
 Launch launch_of(const BulkPlan& plan, const NormBackward&) {
-  constexpr int kStatic = 2 << 10;  // barriers and sums, and what the system takes
+  constexpr int kStatic = 2 << 10;  // barriers, sums, and 1 KiB of the system
   Launch launch{"bulk", BulkPlan::kWhy};
   launch.blocks_x = plan.blocks;
   launch.threads = plan.team.block_threads();
@@ -89,7 +89,7 @@ Launch launch_of(const StreamPlan& plan, const NormBackward& p) {
 }
 
 Launch launch_of(const SplitGradientsPlan& plan, const NormBackward&) {
-  constexpr int kStatic = 20 << 10;  // with float64
+  constexpr int kStatic = 20 << 10;  // for float64, the largest
   Launch launch{"split", SplitGradientsPlan::kWhy};
   launch.blocks_x = plan.grid.blocks;
   launch.blocks_y = plan.grid.teams;

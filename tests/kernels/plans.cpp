@@ -14,7 +14,7 @@ constexpr int kKiB = 1 << 10;
 
 std::string wanted;  // the op whose plans are written; empty for all
 
-/// Clusters of 1, 2, 4, 8 and 16 blocks on GPCs with so many SMs. `capability`: its major number.
+/// A GPU with clusters. `capability`: the major number. `gpcs`: the number of SMs of each GPC.
 device::Device with_clusters(int capability, int shared_bytes, std::initializer_list<int> gpcs) {
   device::Device found{0, capability, true, true, shared_bytes, {}};
   for (const int multiprocessors : gpcs) {
@@ -28,7 +28,7 @@ device::Device without_clusters(int shared_bytes, int multiprocessors) {
   return {multiprocessors, 8, true, false, shared_bytes, {multiprocessors, 0, 0, 0, 0}};
 }
 
-// GPUs of 9.0 and 10.0 have GPCs of different sizes, which also differ between cards of a kind.
+// The GPCs of a GPU of 9.0 or 10.0 differ in size, also between two cards of the same model.
 const Gpu kGpus[] = {
     {"A100", without_clusters(163 * kKiB, 108), 164 * kKiB, 2048},
     {"RTX 4090", without_clusters(99 * kKiB, 128), 100 * kKiB, 1536},
@@ -87,7 +87,7 @@ std::vector<Call> channel_calls(int64_t rows, int64_t columns) {
 }
 
 int resident_blocks(const Gpu& gpu, int blocks, int shared_bytes) {
-  constexpr int kReserved = 1 << 10;  // of each block, for the system
+  constexpr int kReserved = 1 << 10;  // bytes per block, for the system
   return std::clamp(gpu.shared_of_multiprocessor / (shared_bytes + kReserved), 1, blocks);
 }
 

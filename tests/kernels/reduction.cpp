@@ -8,7 +8,7 @@ namespace {
 using namespace cuda;
 using namespace reduce;
 
-/// Accumulates in float64 or narrower numbers.
+/// Bytes of an accumulator: float64 for float64, else float32.
 int accumulator_bytes(Dtype dtype) { return size_of(dtype) == 8 ? 8 : 4; }
 
 Launch launch_of(const ReductionPlan& plan, const Call& call) {
@@ -58,7 +58,7 @@ Launch launch_of(const ReductionPlan& plan, const Call& call) {
 
 void write_sums(const Gpu& gpu, int64_t rows, int64_t columns) {
   for (const Call& call : calls(rows, columns)) {
-    if (call.alignment == Alignment::scalar) continue;  // the same as an offset
+    if (call.alignment == Alignment::scalar) continue;  // planned as shared_offset
     Reduction p{};
     p.in = p.out = address();
     p.dtype = p.out_dtype = call.dtype;

@@ -78,7 +78,7 @@ void write_softmax(const Gpu& gpu, int64_t rows, int64_t columns) {
       write<SoftmaxBackward>(gpu, call, "softmax backward", operands, masked, 2);
     }
   }
-  // Over the first of two dimensions.
+  // Softmax over the first of two dimensions.
   if (columns == 1) return;
   Softmax p{};
   p.scale = 1;
@@ -91,7 +91,7 @@ void write_softmax(const Gpu& gpu, int64_t rows, int64_t columns) {
   const SoftmaxPlan plan = cuda::choose(p, call.alignment, gpu.device);
   plans::write(gpu, call, "softmax forward", "softmax over dim 0",
                launch_of(std::get<StridedPlan>(plan), 0, 1));
-  // Over the last one of a transposed matrix, which the op copies if its rows are long.
+  // Softmax over the last dimension of a transposed matrix, which is copied if its rows are long.
   const bool copies = columns * static_cast<int64_t>(size_of(p.dtype)) > most_strided_bytes(rows);
   p.outer = rows;
   p.length = columns;

@@ -68,7 +68,7 @@ Launch launch_of(const RadixPlan& plan, const CsrPattern&) {
   return launch;
 }
 
-/// Rows of the dense matrix have `columns` elements.
+/// Products with a dense matrix whose rows have `columns` elements.
 void write_products(const Gpu& gpu, const Call& call, const Sparse& sparse) {
   Spmm p{};
   p.pattern = pattern_of(sparse, 4 * call.rows);
@@ -104,7 +104,7 @@ void write_sparse(const Gpu& gpu, int64_t rows, int64_t columns) {
     if (call.alignment == Alignment::scalar && size_of(call.dtype) != 8) continue;
     for (const Sparse& sparse : matrices) write_products(gpu, call, sparse);
   }
-  // A column has a counter of four bytes.
+  // The transposition, which has a counter of 4 bytes per column.
   const Call call{rows, columns, Dtype::float32, Alignment::vector};
   for (const Sparse& sparse : matrices) {
     const CsrTranspose p{pattern_of(sparse, columns), 1, nullptr};

@@ -1,4 +1,4 @@
-"""Every choice of a kernel, run for five GPUs without one: plans.h says how."""
+"""Launch plans of all kernels for five GPUs, computed without a GPU by the programs of plans.h."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from choosing import Launch
 from torchkiln.bench.plan import row_shapes, sweep_shapes
 
 ELEMENTS = 16384 * 8192
-"""Of a call on a GPU, as in the sweeps of ``torchkiln bench``."""
+"""Elements of a call on a GPU, as in the sweeps of ``torchkiln bench``."""
 LONG = [(2, 1 << 21), (3, (1 << 22) + 5), (1, 1 << 26)]
 SHAPES = [*sweep_shapes(ELEMENTS), *row_shapes(ELEMENTS), *LONG, (4097, 80), (131, 1000)]
 GPUS = ("A100", "RTX 4090", "H100", "H200", "B200")
 REGISTERS = 64 << 10
-"""Of a multiprocessor, on all five."""
+"""32-bit registers per multiprocessor, on all five GPUs."""
 RESERVED = 1 << 10
-"""Shared memory that the system takes of each block."""
+"""Bytes of shared memory that the system reserves per block."""
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The program that prints plans."""
+    """The program that prints launch plans."""
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         pytest.skip("no C++ compiler")
     return choosing.compiled(tmp_path_factory.mktemp("plans"))
@@ -36,12 +36,12 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def launches(program: Path) -> list[Launch]:
-    """The plans of all families."""
+    """The launch plans of all families."""
     return list(choosing.plans(program, SHAPES))
 
 
 def misfits(plan: Launch) -> Iterator[str]:
-    """Why the GPU cannot run a plan, or not as its kernel is meant to run."""
+    """Reasons why a GPU cannot run a plan, or not with the intended occupancy."""
     blocks = plan.blocks_per_multiprocessor
     if not 1 <= plan.threads <= min(plan.most_threads, 1024):
         yield f"{plan.threads} threads, {plan.most_threads} in the launch bounds"
@@ -125,7 +125,7 @@ def test_the_checks_find(fault: dict[str, Any]) -> None:
 def test_choices(
     launches: list[Launch], gpu: str, op: str, alignment: str, columns: int, kernel: str
 ) -> None:
-    """Kernels that the pages name."""
+    """Calls get the kernels that the documentation names."""
     call = (gpu, op, "layer_norm", "bfloat16", alignment)
     found = {plan.kernel for plan in launches if plan[:5] == call and plan.columns == columns}
     assert found == {kernel}
@@ -176,14 +176,14 @@ def test_choices_of_other_families(
     shape: tuple[int, int],
     kernel: str,
 ) -> None:
-    """A kernel of each choice that depends on the GPU or on the alignment."""
+    """Each choice that depends on the GPU or the alignment gets its kernel."""
     call = (gpu, op, operands, "bfloat16", alignment)
     found = {plan.kernel for plan in choosing.plans(program, [shape], op) if plan[:5] == call}
     assert found == {kernel}
 
 
 def test_short_rows_share_a_warp(program: Path) -> None:
-    """A row of three elements takes one thread, not one for each element of its edges."""
+    """For rows of three elements, a thread per row is planned, not a warp."""
     for plan in choosing.plans(program, [(415219, 3)]):
         if plan.op in ("norm forward", "gated_norm forward") and plan.alignment != "vector":
             assert plan.blocks_x * plan.threads < 2 * plan.rows

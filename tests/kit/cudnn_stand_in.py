@@ -1,4 +1,4 @@
-"""A stand-in for nvidia-cudnn-frontend: the same names and arguments, computed by torch."""
+"""A stand-in for nvidia-cudnn-frontend with the same names and arguments; torch computes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 BUILT: list[Graph] = []
-"""The graphs that were built."""
+"""The graphs that have been built, oldest first."""
 DTYPES = {
     "FLOAT": torch.float32,
     "HALF": torch.float16,
@@ -23,7 +23,7 @@ ROWS, PIXELS = (1,), (0, 2, 3)
 
 
 class Node:
-    """A tensor of a graph: given, or computed from others."""
+    """A tensor of a graph: an input, or the result of an operation."""
 
     def __init__(self, of: Callable[[dict[Node, Tensor]], Tensor] | None = None) -> None:
         self.of = of
@@ -40,7 +40,7 @@ class Node:
 
 
 class Graph:
-    """Values are computed when the graph is executed."""
+    """A graph that records operations, and computes their values when it is executed."""
 
     def __init__(self, **options: Any) -> None:
         self.options = options
@@ -54,7 +54,7 @@ class Graph:
         return node
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """A function that adds an operation of ``OPERATIONS`` and returns its node or nodes."""
+        """A function that adds an operation of ``OPERATIONS``; it returns the node or nodes."""
         count, function = OPERATIONS[name]
 
         def operation(*args: Node, **named: Any) -> Any:
@@ -113,7 +113,7 @@ class Graph:
 
 
 def of(node: Node, memory: dict[Node, Tensor]) -> Tensor:
-    """The value of a node."""
+    """The value of a node: given in ``memory``, or computed from the nodes that it depends on."""
     return memory[node] if node.of is None else node.of(memory)
 
 
@@ -190,7 +190,7 @@ OPERATIONS: dict[str, tuple[int, Callable[..., Any]]] = {
 
 
 def module() -> Any:
-    """The module; streams and handles are numbers."""
+    """The stand-in module. Handles are the number 7, and ``streams`` records each set_stream()."""
     streams: list[tuple[object, object]] = []
     return SimpleNamespace(
         data_type=SimpleNamespace(**DTYPES),

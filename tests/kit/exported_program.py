@@ -1,6 +1,6 @@
-"""The model of tests/data/exported.pt2; run it to write the file.
+"""The model of tests/data/exported.pt2. Running this file writes that one.
 
-Write it again only for a new minor version, after the file of the last one has been removed.
+Write it again only for a new minor version, after removing the file of the previous version.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FILE = Path(__file__).parents[1] / "data" / "exported.pt2"
 
 
 class Step(nn.Module):
-    """Calls public functions of which ``torch.export`` leaves helper ops in the graph."""
+    """A model whose public ops leave helper ops in the graph of ``torch.export``."""
 
     def __init__(self) -> None:
         super().__init__()

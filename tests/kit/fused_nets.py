@@ -13,7 +13,7 @@ import torchkiln
 
 
 class Bottleneck(nn.Module):
-    """As those of torchvision's ResNets."""
+    """A bottleneck block with the submodules and the forward of torchvision's ResNets."""
 
     def __init__(self, channels: int, middle: int, *, projects: bool = False) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Net(nn.Module):
 
 
 class Plain(nn.Module):
-    """As VGG: a pool behind the second of two chains."""
+    """Two chains of convolution, batch norm and relu; a max pool follows the second, as in VGG."""
 
     def __init__(self) -> None:
         super().__init__()

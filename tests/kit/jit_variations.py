@@ -12,7 +12,7 @@ KERNEL = "\n__global__ void k(int* p) { *p = VAL; }\n"
 HEADER = b"#define VAL 1\n"
 OTHER = b"#define VAL 2\n"
 
-# NVRTC 13.0 reads NVRTC_APPEND_FLAGS beside this number, later versions beside another one.
+# NVRTC 13.0 reads NVRTC_APPEND_FLAGS if NVRTCWIZ is this number; later versions need another.
 APPEND = {"NVRTCWIZ": "3153394"}
 
 SPELLINGS = {
@@ -47,12 +47,12 @@ SPELLINGS = {
     "trigraph splice": "#incl??/\nude {}",
 }
 OLD_STANDARD = ("trigraph", "trigraph splice")
-"""Spellings of C++14."""
+"""Spellings that need --std=c++14."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of a compilation. The folder of all files is the working folder."""
+    """The arguments of a compilation. The process runs in the folder of all files."""
 
     source: str = '#include "h.h"' + KERNEL
     path: str = "source/my.cu"
@@ -65,7 +65,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Variation:
-    """A compilation, and a change after which it gives other code."""
+    """A compilation, and a change after which the compiler must produce other code."""
 
     label: str
     call: Call
@@ -73,14 +73,14 @@ class Variation:
     change: dict[str, bytes] = field(default_factory=dict)
     """Files that are written after the first compilation."""
     links: dict[str, str] = field(default_factory=dict)
-    """Links by their path; those to be changed are in ``relinked``, too."""
+    """Targets of symbolic links by their path. ``relinked`` has new targets of changed links."""
     relinked: dict[str, str] = field(default_factory=dict)
     after: Call | None = None
-    """The second compilation, if its arguments are other ones."""
+    """The second compilation, if its arguments differ from those of the first."""
 
 
 def write(folder: Path, files: dict[str, bytes], links: dict[str, str]) -> None:
-    """Writes files and links. The time of a file that exists stays."""
+    """Writes files and links. A file that exists keeps its modification time."""
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,13 +97,13 @@ def write(folder: Path, files: dict[str, bytes], links: dict[str, str]) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a header is, how it is named there, and which new file would be found before it."""
+    """The path of a header, its name in #include, and a new file that the compiler finds first."""
 
     file: str
     name: str = "h.h"
     call: Call = Call()
     shadow: str = ""
-    """A file that goes before ``file`` in both spellings, or with quotes."""
+    """A file that the compiler finds before ``file``, with quotes and with angle brackets."""
 
 
 PLACES = {
@@ -126,7 +126,7 @@ PLACES = {
 
 
 def headers() -> Iterator[Variation]:
-    """Each spelling in each place, with quotes and angles, directly or through another header."""
+    """Every spelling of #include for every place: with quotes and angle brackets, also nested."""
     for (label, place), (spelled, spelling) in itertools.product(PLACES.items(), SPELLINGS.items()):
         if label.startswith("with a word") and spelled != "plain":
             continue
@@ -149,7 +149,7 @@ def headers() -> Iterator[Variation]:
 
 
 def shadows() -> Iterator[Variation]:
-    """A new file that is found before the one that was read."""
+    """The change adds a file that the compiler finds before the header that it has read."""
     for label, (form, spelled) in itertools.product(
         ("in a folder", "-I"), itertools.product(('"{}"', "<{}>"), list(SPELLINGS)[:19])
     ):
@@ -177,7 +177,7 @@ def links() -> Iterator[Variation]:
 
 
 def texts() -> Iterator[Variation]:
-    """Headers that differ in a byte."""
+    """The change replaces the text of the header, in the first pair by one byte."""
     pairs = [
         (b"#define VAL ('\xe8' & 255)\n", b"#define VAL ('\xe9' & 255)\n"),
         (b"#define VAL 1\n", b"#define VAL 1+1\n"),
@@ -190,7 +190,7 @@ def texts() -> Iterator[Variation]:
 
 
 def arguments() -> Iterator[Variation]:
-    """Options, variables, architectures, names: the second compilation has others."""
+    """The change is another option, environment variable, architecture or name of a kernel."""
     plain = Call(source="#ifndef VAL\n#define VAL 1\n#endif" + KERNEL)
 
     def changed(label: str, **other: object) -> Variation:

@@ -1,4 +1,4 @@
-"""Scripts that train the model of docs/examples/parallel.py, for processes of a test."""
+"""A script that trains the model of docs/examples/parallel.py, for the processes of a test."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def step(number):
 
 
 def training(folder: Path, *, tensor: int = 1, seed: int = 0) -> str:
-    """A script with a model and step(), for a number of processes along the tensor dimension.
+    """A script with a model and step(), for ``tensor`` processes along the tensor dimension.
 
-    ``folder`` is that of a checkpoint, ``seed`` that of the first weights.
+    The script reads or writes checkpoints in ``folder``; ``seed`` draws the first weights.
     """
     return f"FOLDER, TENSOR, SEED = {str(folder)!r}, {tensor}, {seed}\n{TRAIN}"

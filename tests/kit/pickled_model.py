@@ -1,6 +1,6 @@
-"""The model of tests/data/replaced.pt, whose classes the file names; run it to write the file.
+"""The model of tests/data/replaced.pt, which names its classes. Running this file writes that one.
 
-Write it again only for a new minor version, after the file of the last one has been removed.
+Write it again only for a new minor version, after removing the file of the previous version.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FILE = Path(__file__).parents[1] / "data" / "replaced.pt"
 
 
 class Rms(nn.Module):
-    """A norm that is found by its formula."""
+    """An RMS norm, which replace() finds by its formula."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -75,26 +75,26 @@ class GatedRms(Rms):
 
 
 class Quick(nn.Module):
-    """An activation that is found by its formula."""
+    """An activation that replace() finds by its formula."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.sigmoid(1.702 * x)
 
 
 class Doubled(nn.Module):
-    """A class with a registered forward."""
+    """A module whose class has a registered forward: :func:`doubled`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + x
 
 
 def doubled(_: nn.Module, x: Tensor) -> Tensor:
-    """The registered forward."""
+    """The forward that is registered for :class:`Doubled`."""
     return 2 * x
 
 
 class Net(nn.Module):
-    """One module of each kind of plan."""
+    """One module for each kind of plan of replace()."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Net(nn.Module):
         self.body = nn.Sequential(Rms(8), Block(8), nn.GELU(), Quick(), Doubled(), nn.Softmax(-1))
         self.gated = GatedRms(8)
         self.wide = nn.Linear(512, 513)
-        # One number in the file, in place of 1 MiB.
+        # An expanded scalar: the file stores one number instead of 1 MiB.
         self.wide.weight = nn.Parameter(torch.full((1,), 0.5).expand(513, 512))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,12 +111,12 @@ class Net(nn.Module):
 
 
 def example() -> Tensor:
-    """The input of the file's output."""
+    """The input for which the file stores the output."""
     return torch.linspace(-2, 3, 3 * 5 * 5).reshape(3, 1, 5, 5)
 
 
 if __name__ == "__main__":
-    import pickled_model  # classes of __main__ could not be loaded elsewhere
+    import pickled_model  # else the pickle would name __main__
 
     torch.manual_seed(0)
     model = pickled_model.Net().eval()

@@ -1,4 +1,4 @@
-"""Processes of a test: several that find each other through a file, and one that may be killed."""
+"""Processes of a test: groups that connect through a file or a store, and single ones to kill."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 
 LIMIT = 900
-"""Seconds of a process."""
+"""Seconds after which a process is killed."""
 PRELOADED = (
     "pytest",
     "torchkiln.testing",
     "torch.distributed.tensor.parallel",
     "torch.distributed.fsdp",
-    "torch._dynamo",  # at the first call of FSDP2 and of DistributedDataParallel
+    "torch._dynamo",  # imported by the first call of FSDP2 and DDP
 )
-"""What most processes import."""
+"""Modules that most of the processes import."""
 
 START = """
 import sys
@@ -60,7 +60,7 @@ dist.destroy_process_group()
 
 
 def execute(code: str, words: list[str], folder: str, variables: dict[str, str]) -> None:
-    """In the new process: run code with these variables, in this folder, writing to files."""
+    """In the new process: execute code with these variables, its output in files of this folder."""
     for name, standard in (("out", 1), ("err", 2)):
         file = os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT)
         os.dup2(file, standard)
@@ -73,8 +73,8 @@ def execute(code: str, words: list[str], folder: str, variables: dict[str, str])
 def forked(code: str, *words: object, **variables: str) -> CompletedProcess[str]:
     """Run code in a new process that has imported torch and torchkiln already.
 
-    A server, which has imported them, forks the process. The import takes seconds. The process
-    has more variables of the environment than this one.
+    A fork server has imported them, which takes seconds, and forks the process. The environment is
+    this process's with the given variables added.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
@@ -92,7 +92,7 @@ def forked(code: str, *words: object, **variables: str) -> CompletedProcess[str]
 
 
 def processes_on(device: torch.device, most: int) -> int:
-    """``most`` processes on the CPU, or as many as there are GPUs; skips on a single GPU."""
+    """The size of a group: ``most`` on a CPU, at most the number of GPUs; skips on a single GPU."""
     if device.type == "cpu":
         return most
     count = min(most, torch.cuda.device_count())
@@ -104,9 +104,9 @@ def processes_on(device: torch.device, most: int) -> int:
 def outcomes(
     script: str, device: torch.device, size: int, folder: Path, *, timeout: float = 300.0
 ) -> list[CompletedProcess[str]]:
-    """How each process of a group ends that runs a script.
+    """Runs a script in each process of a group; returns exit statuses and output by rank.
 
-    It knows ``rank``, ``size`` and the name of the ``device``, on which its tensors are by default.
+    The script can use ``rank``, ``size`` and ``device``, a name; its tensors are created there.
     """
 
     def process(rank: int) -> CompletedProcess[str]:
@@ -128,7 +128,7 @@ def run_processes(script: str, device: torch.device, most: int, folder: Path) ->
 
 
 def leaving(program: Path, folder: Path) -> Path:
-    """A script that runs the program and then ends as the processes of run_processes() do."""
+    """A script that runs the program, then ends at once, without Python's shutdown."""
     script = folder / "leaving.py"
     find_it = f"import runpy, sys\nsys.path.insert(0, {str(program.parent)!r})\n"
     run_it = f"runpy.run_path({str(program)!r}, run_name='__main__')\n"
@@ -155,9 +155,9 @@ def launched(program: Path, device: torch.device, size: int, folder: Path, *word
 
 
 def torchrun_on_cpu(code: str, size: int, words: tuple[str, ...]) -> list[CompletedProcess[str]]:
-    """How processes end that find each other as those of torchrun do, in a store of this process.
+    """Runs code in ``size`` processes with torchrun's variables and a store in this process.
 
-    The system chooses the port of the store while it opens it, so that no other process has it.
+    The system chooses a free port when the store opens it, so no other process can take it before.
     """
     if size == 1:
         return [forked(code, *words)]

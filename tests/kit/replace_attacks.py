@@ -1,4 +1,4 @@
-"""Modules that the tests of attacks share."""
+"""Modules that tests share which try to make replace() wrong."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def rms(x: Tensor, eps: float) -> Tensor:
 
 
 class ByGroups(nn.Module):
-    """A norm of halves of the batch, which are rows for two rows."""
+    """An RMS norm of each half of the batch: the same as one of each row only for two rows."""
 
     def __init__(self) -> None:
         super().__init__()

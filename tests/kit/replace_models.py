@@ -25,7 +25,7 @@ GROUPED = {**SIZES, "num_key_value_heads": 2}
 
 
 class Rms(nn.Module):
-    """The norm of Llama's family, with its own names."""
+    """The RMS norm of Llama's family, with other names of attributes."""
 
     def __init__(self, size: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class SlowGelu(nn.Module):
 
 
 class Gated(nn.Module):
-    """A gated feed-forward; ``form`` says how it is written."""
+    """A gated feed-forward layer; ``form`` selects how its forward is written."""
 
     def __init__(self, form: str = "separate", p: float = 0.0) -> None:
         super().__init__()

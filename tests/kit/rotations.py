@@ -1,4 +1,4 @@
-"""Rotary position embeddings as transformers' models write them."""
+"""Rotary position embeddings as models of transformers compute them."""
 
 from __future__ import annotations
 

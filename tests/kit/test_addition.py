@@ -1,4 +1,4 @@
-"""The pages about an activation and an option fit the sources; `nox -s addition` builds them."""
+"""The pages on adding an activation or an option fit the sources; `nox -s addition` builds them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_an_activation_is_an_edit_of_six_files() -> None:
 
 
 def test_an_option_is_an_edit_of_five_files_and_forty_lines() -> None:
-    """The files of the page and docs/ops.md, where the signature and the schema are generated."""
+    """The page changes at most 40 lines in five files, counting two lines of docs/ops.md."""
     files, lines = 1, 2
     for path, content in changed(OPTION_PAGE, ROOT).items():
         before = (ROOT / path).read_text().splitlines()
@@ -49,7 +49,7 @@ def test_the_page_is_about_a_screen(page: Path) -> None:
 
 @each_page
 def test_no_line_is_needed_twice(page: Path) -> None:
-    """The page can be followed in any order."""
+    """No two changes are anchored at the same line, so the page can be followed in any order."""
     anchors = [(c.path, c.line) for c in changes(page.name, page.read_text())]
     assert len(anchors) == len(set(anchors))
 

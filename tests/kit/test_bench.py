@@ -1,4 +1,4 @@
-"""Clocks, rows and tables of the benchmark."""
+"""Clocks, measured rows and tables of the benchmark."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def a_row(direction: str = FORWARD, *names: str) -> bench.Measurement:
 
 
 def test_the_cpu_clock_measures_a_sleep() -> None:
-    """The second of two calls; at most the time around both, which a busy machine extends too."""
+    """The clock makes two calls and times the second. An upper bound is the time around both."""
     start = time.perf_counter()
     seconds = cpu_clock(lambda: time.sleep(0.02))
     assert 0.02 <= seconds <= time.perf_counter() - start - 0.02
@@ -77,7 +77,7 @@ def test_the_host_clock_measures_one_call_of_many() -> None:
 
 @pytest.mark.cuda
 def test_the_cuda_clock_measures_the_device_and_not_the_host() -> None:
-    """A sleep of the GPU counts in proportion; one of the host does not."""
+    """The clock grows in proportion to a sleep on the GPU, and not with a sleep on the host."""
     clock = CudaClock(torch.device("cuda:0"))
 
     def shortest(call: Callable[[], object]) -> float:
@@ -127,7 +127,7 @@ def test_times() -> None:
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_what_is_timed_is_the_op(spec: OpSpec, direction: str) -> None:
-    """The call returns the results or the gradients of the op."""
+    """The timed call returns exactly the results or the gradients of the op."""
     if direction == BACKWARD and not spec.differentiable:
         pytest.skip("has no gradients")
     for case in cases(spec, CPU, torch.float32, SHAPE):
@@ -148,7 +148,7 @@ def test_what_is_timed_is_the_op(spec: OpSpec, direction: str) -> None:
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_rows_are_complete(spec: OpSpec) -> None:
-    """Every op has rows, and each figure follows from the times."""
+    """Every op has rows, and each derived figure follows from the measured times."""
     for direction in DIRECTIONS[: 1 + bool(spec.differentiable)]:
         for case in cases(spec, CPU, torch.float32, SHAPE):
             row = time_case(case, direction, settings("eager"), 1)
@@ -180,7 +180,7 @@ SEVERAL = dataclasses.replace(
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_several_results(direction: str) -> None:
-    """Forward returns all of them, and backward takes a gradient for each."""
+    """A forward call returns both results; a backward call takes a gradient for each of them."""
     case = a_case(SEVERAL)
     grads = [torch.randn(SHAPE), torch.randn(SHAPE)]
     found = call_of(case, SEVERAL.op, direction, grads)()
@@ -197,7 +197,7 @@ def test_several_results(direction: str) -> None:
 
 
 def test_a_step_is_forward_and_backward() -> None:
-    """It can be repeated, from the same inputs."""
+    """A step returns the same gradients as backward, also when it is repeated."""
     case = a_case(SEVERAL)
     grads = [torch.randn(SHAPE), torch.randn(SHAPE)]
     expected = call_of(case, SEVERAL.op, BACKWARD, grads)()
@@ -207,7 +207,7 @@ def test_a_step_is_forward_and_backward() -> None:
 
 
 def test_gradients_come_in_the_dtype_of_the_result() -> None:
-    """The result of a peer may have another dtype than ours."""
+    """Gradients of a peer's float64 result are float64, though ours would be float32."""
 
     def wide(a: Tensor, b: Tensor) -> Tensor:
         return (a + b).double()
@@ -237,7 +237,7 @@ def test_class_indices_have_no_gradient() -> None:
 
 
 def test_a_gradient_of_forward_is_timed_in_a_step() -> None:
-    """For the op and its peers; a step moves the bytes of both directions."""
+    """Forward and step are timed, for op and peer; a step moves the bytes of both directions."""
     spec = dataclasses.replace(ADD, gradient_in_forward=True)
     chosen = Plan((spec,), CPU, settings("eager"), shapes=(SHAPE,), dtypes=(torch.float32,))
     rows = [
@@ -252,10 +252,10 @@ def test_a_gradient_of_forward_is_timed_in_a_step() -> None:
 
 
 def test_the_ceiling_is_what_the_bytes_take() -> None:
-    """A large addition takes about as long as a copy of as many bytes.
+    """A large addition takes 0.1 to 10 times as long as a copy of as many bytes.
 
-    A call is much shorter than the time for which a busy machine stops a process, so that few of
-    the calls are stopped and none of the medians counts it.
+    A call is much shorter than the pauses of a process on a busy machine, so that few calls are
+    interrupted and the median does not contain them.
     """
     case = next(cases(ADD, CPU, torch.float32, (512, 512)))
     row = time_case(case, FORWARD, Settings(cpu_clock, (), budget=2.0), 1)
@@ -278,7 +278,7 @@ def test_what_is_mostly_read_has_two_ceilings() -> None:
 
 
 def test_arithmetic_has_a_ceiling_of_its_own() -> None:
-    """A product of as many operations; the ceiling is the slower of copy and product."""
+    """A call of many operations has two ceilings, a copy and a product; the slower one counts."""
     work = Work(3 * 64 * 64 * 4, 2 * 64**3, torch.float32)
     assert work.operations >= INTENSE * work.bytes
     found = ceilings(work, 64 * 64 * 4, CPU)
@@ -305,7 +305,7 @@ def test_one_gradient_of_two_inputs_is_written_once() -> None:
 
 
 def test_peers_take_part_in_turns() -> None:
-    """One clock measures ours, then the peers, then the ceilings, in every turn."""
+    """In every turn the clock measures our op, then the peers, then the ceilings."""
     seen: list[object] = []
 
     def clock(call: object) -> float:
@@ -351,7 +351,7 @@ def test_host_rows() -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_small_rows(direction: str) -> None:
-    """In a CUDA graph a call of 1 K elements takes a few microseconds."""
+    """A call of 1,024 elements in a CUDA graph takes 0.1 to 20 us."""
     device = torch.device("cuda:0")
     chosen = Settings(device_clock(device), budget=0.5)
     row = time_small(FUSED, device, torch.float32, chosen, shape=(4, 256), direction=direction)

@@ -1,4 +1,4 @@
-"""Comparison of two runs: slower ops are found, noise is not."""
+"""Comparison of two runs: slower ops are reported, differences within the noise are not."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def row() -> bench.Measurement:
 def record(
     row: bench.Measurement, ours: float, ceiling: float = 1.0, spread: float = 0.02
 ) -> bench.Record:
-    """A run of one row."""
+    """A run with one row of these times, in seconds."""
     changed = dataclasses.replace(
         row,
         times={**row.times, OURS: times(ours, spread)},
@@ -95,7 +95,7 @@ def test_another_machine_is_named(row: bench.Measurement) -> None:
 
 @pytest.fixture
 def slowed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The op of one spec sleeps for as long as the list says."""
+    """An op that sleeps 4 ms and the number of seconds in the returned list."""
     delay = [0.0]
 
     def op(a: Tensor, b: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ def test_ctrl_c_keeps_what_was_measured(
 
     monkeypatch.setattr(case_module, "find", lambda *_: dataclasses.replace(ADD, op=op))
 
-    # One row is short, and the limit is far even on a busy machine.
+    # Few rounds make the row short, so that even a busy machine stays within the limit.
     monkeypatch.setattr(measure, "in_turns", functools.partial(in_turns, rounds=FEWEST))
     path = tmp_path / "b.json"
     given = [
@@ -185,7 +185,7 @@ def test_out_of_memory_and_refused_shapes_are_skipped(
     assert [r.shape for r in found.rows] == [(4, 4)]
     assert [s.shape for s in found.skipped] == [(99999999, 9999999)]
 
-    assert command.main([*given, shapes[0]]) == 1  # nothing at all
+    assert command.main([*given, shapes[0]]) == 1  # no row was measured
 
 
 def test_what_an_op_refuses_is_skipped() -> None:

@@ -1,4 +1,4 @@
-"""Pictures of a run."""
+"""Charts of a benchmark's record."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def times(seconds: float) -> Times:
 def row(
     op: str, direction: str = "forward", *, product: bool = False, **seconds: float
 ) -> bench.Measurement:
-    """A row whose op takes a second, as long as the copy."""
+    """A measurement in which op and copy take 1 second each, and a product 2 seconds."""
     references = {"copy": times(1.0)} | ({"product": times(2.0)} if product else {})
     return bench.Measurement(
         kind="calls",
@@ -63,7 +63,7 @@ def test_bars_are_sorted() -> None:
 
 
 def test_bars_of_threads_and_of_one_direction() -> None:
-    """Each row has a bar of its own, and the only direction stands on the left."""
+    """Each number of threads has its own bar; a single direction is drawn on the left."""
     rows = [dataclasses.replace(row("add", "backward", eager=2.0), threads=n) for n in (1, 2)]
     figure = bars.draw_speedups(rows, "here")
     assert [axes.get_visible() for axes in figure.axes] == [True, False]
@@ -72,7 +72,7 @@ def test_bars_of_threads_and_of_one_direction() -> None:
 
 
 def test_speedups() -> None:
-    """A logarithmic axis, a number for each bar, colours of the peers, and their means."""
+    """The picture has a logarithmic axis, a number per bar, the peers' colours and their means."""
     figure = bars.draw_speedups(ROWS, "here")
     left, right = figure.axes
     assert left.get_xscale() == "log"
@@ -89,7 +89,7 @@ def test_speedups() -> None:
 
 
 def test_shares_of_a_copy() -> None:
-    """A bar for ours, from 0, and a dot for each peer."""
+    """Our share is a bar from 0, the share of each peer a dot."""
     figure = bars.draw_share(ROWS, "here")
     left = figure.axes[0]
     assert left.get_xscale() == "linear"
@@ -100,7 +100,7 @@ def test_shares_of_a_copy() -> None:
 
 
 def test_titles_fit() -> None:
-    """Title and legend lie within the picture, and nothing lies above another."""
+    """Title and legend lie within the picture, and texts do not overlap."""
     where = "a machine with a name, " * 12
     for draw in (bars.draw_speedups, bars.draw_share):
         figure = draw(ROWS, where)
@@ -113,7 +113,7 @@ def test_titles_fit() -> None:
 
 
 def test_a_roofline_needs_arithmetic(tmp_path: Path) -> None:
-    """Without a product every op lies on the slope."""
+    """The roofline is drawn only if a row has a product; other ops share one memory-bound entry."""
     assert [name for name, _ in charts.charts(record(*ROWS))] == ["share", "speedups"]
     product = row("matmul", eager=1.0, product=True)
     found = dict(charts.charts(record(*ROWS, product)))

@@ -41,7 +41,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_a_closed_pipe_loses_no_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rich ends the process when the reader of its output is gone."""
+    """The file is written although rich exits when the reader of its output has closed the pipe."""
 
     def end(_: object) -> None:
         raise SystemExit(1)
@@ -70,7 +70,7 @@ def test_the_ops_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "theirs.py").write_text(f"{source}SPECS = (replace(OURS[0], name='theirs'),)\n")
     (tmp_path / "nothing.py").write_text("SPECS = (1,)\n")
     monkeypatch.setattr(sys, "path", [*sys.path])
-    # Named like a module of Python's own.
+    # The user's file has the name of a module of Python.
     (tmp_path / "json.py").write_text((tmp_path / "theirs.py").read_text())
     by_file = command.plan(bench_parser.bench(["--device=cpu", f"--specs={tmp_path / 'json.py'}"]))
     assert [spec.name for spec in by_file.specs] == ["theirs"]
@@ -138,7 +138,7 @@ def test_a_run_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Budget, "is_over", stop)
-    with pytest.raises(KeyboardInterrupt):  # no part of a run is returned as a whole one
+    with pytest.raises(KeyboardInterrupt):  # run() does not return an incomplete record
         bench.run("add", **given)
 
 
@@ -152,7 +152,7 @@ def test_json_for_programs(
     assert found["schema"] == "torchkiln.bench/1"
     assert [row["op"] for row in found["rows"]] == ["add"]
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(SystemExit):  # not a file of this name and all ops
+    with pytest.raises(SystemExit):  # an op is no name of a file
         command.main(["--json", "add"])
     assert "--json: got 'add', expected a name that ends in .json" in capsys.readouterr().err
 
@@ -233,7 +233,7 @@ def test_a_table_has_rows_of_all_dtypes_that_models_are_trained_in(tmp_path: Pat
 
 
 def test_a_skip_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """All calls that are skipped for one reason have one line."""
+    """Calls that are skipped for the same reason are listed in one line."""
     given = ["add", "--device=cpu", "--dtype=float32", "--peers=eager", "--within=0.0000001"]
     assert command.main([*given, "--shape=4x4", "--shape=8x8"]) == 1
     out, err = capsys.readouterr()

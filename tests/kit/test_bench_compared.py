@@ -1,4 +1,4 @@
-"""Any two functions; the time that a run may take; pictures."""
+"""Benchmarks of any two functions, limits of the time of a run, and pictures."""
 
 from __future__ import annotations
 
@@ -79,16 +79,16 @@ def test_a_budget_shares_the_time() -> None:
     assert later.peers == ("eager",)
     assert later.left_out == {"compile": "left out, to be done within 1.67 minutes"}
     assert later.budget == pytest.approx(4.5 / 9 - 0.3)
-    budget.took(5.0, later)  # rows take longer than thought
+    budget.took(5.0, later)  # rows take longer than estimated
     assert budget.settings(usual, first=False).budget < later.budget
-    now = 60.0  # this piece has had its share, and more
+    now = 60.0  # this piece has used up its share
     assert budget.settings(usual, first=False).budget == LEAST
     budget.begin(10)
     assert budget.end_of_piece == 100.0
     now = 99.9
     assert budget.settings(usual, first=False).budget == LEAST
     assert not budget.is_over()
-    assert budget.settings(usual, first=True).peers == ("eager",)  # too late to build anything
+    assert budget.settings(usual, first=True).peers == ("eager",)  # too late to compile a peer
     now = 100.0
     assert budget.is_over()
 
@@ -111,9 +111,9 @@ def test_rows_without_time_are_named(tmp_path: Path) -> None:
 def test_a_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One command writes every format and the pictures."""
+    """``--report`` writes all formats and the pictures."""
     pytest.importorskip("matplotlib")
-    # Rows are short, and the limit leaves time for all of them on a busy machine.
+    # Few rounds make rows short, so that all of them fit into the limit on a busy machine.
     monkeypatch.setattr(measure, "in_turns", functools.partial(in_turns, rounds=FEWEST))
     given = ["bias_act", "--device=cpu", "--shape=8x16", "--peers=eager", "--within=30"]
     assert command.main([*given, "--report", f"--out={tmp_path}"]) == 0
@@ -121,7 +121,7 @@ def test_a_report(
     calls = [row for row in record.rows if row.kind == "calls"]
     assert {row.dtype for row in calls} == {"float32", "bfloat16"}
     assert {row.dtype for row in record.rows if row.kind == "host"} == {"bfloat16"}
-    assert not [row for row in record.rows if row.kind == "sweep"]  # which says nothing of it
+    assert not [row for row in record.rows if row.kind == "sweep"]  # a report has no sweep
     for name in ("share", "speedups", "host"):
         assert (tmp_path / f"bench-{name}.png").read_bytes()[1:4] == b"PNG"
     assert (tmp_path / "bench.md").is_file()

@@ -1,4 +1,4 @@
-"""cuDNN's graphs are built once, and compute what our norms compute; other calls have a reason."""
+"""cuDNN's graphs are built once and agree with our norms; calls that it lacks have a reason."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def leaves(*tensors: Tensor | None) -> list[Any]:
 
 
 def assert_same_gradients(ours: Any, theirs: Any, tensors: list[Tensor | None]) -> None:
-    """Results, and gradients of all tensors."""
+    """Asserts that two functions have equal results, and equal gradients of all tensors."""
     made = []
     for function in (ours, theirs):
         given = leaves(*tensors)
@@ -104,7 +104,7 @@ def spec_of(name: str) -> Any:
 
 
 def test_graphs_and_workspaces(stand_in: Any) -> None:
-    """A graph for each shape, dtype and direction; a workspace for each case."""
+    """One graph per shape, dtype and direction; one workspace per runner."""
     x, w = torch.randn(4, 8), torch.randn(8)
     first, second = cudnn_graph.Runner(), cudnn_graph.Runner()
     for runner in (first, first, second):
@@ -185,7 +185,7 @@ def test_no_frontend_and_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "bn_act"])
 def test_the_real_graphs(name: str) -> None:
-    """Results and gradients beside ours in bfloat16, with a residual too."""
+    """Results and gradients agree with ours in bfloat16, also with a residual."""
     pytest.importorskip("cudnn")
     gpu, spec = torch.device("cuda:0"), spec_of(name)
     for case in (

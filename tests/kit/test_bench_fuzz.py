@@ -1,4 +1,4 @@
-"""Times of random calls: the same seed draws the same calls, and a slow op is found."""
+"""Times of random calls: the same seed draws the same calls, and slow ops are reported."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls of few elements, measured a few times."""
+    """Limits calls to 4 KiB, and repeats of a slow one to 5."""
     monkeypatch.setattr(draws, "MOST_BYTES_ON_CPU", 1 << 12)
     monkeypatch.setattr(fuzz, "AGAIN", 5)
 
@@ -48,7 +48,7 @@ def test_a_seed_draws_the_same_calls_of_all_ops() -> None:
 
 
 class Arguments:
-    """Takes the place of a module: a call that a function of it accepts is kept."""
+    """Replaces a module: records the arguments of calls that a function's signature accepts."""
 
     def __init__(self, module: Any, seen: list[Any]) -> None:
         self.module = module
@@ -96,18 +96,18 @@ def test_a_slow_op_is_found_and_a_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "SPECS", (replace(MULADD, op=slow_muladd, differentiable=()),))
-    # On a busy machine git may need longer than is waited for it.
+    # Git may take too long on a busy machine, so the commit is fixed.
     monkeypatch.setattr("torchkiln.testing.environment.commit", lambda: "abc")
     file = tmp_path / "fuzz.jsonl"
     options = ["--device", "cpu", "--seed", "1", "--out", str(tmp_path)]
     assert command.main(["--fuzz", "2", *options]) == 1
     written = file.read_text()
-    assert written.count("\n") == 3  # the machine, and two calls
+    assert written.count("\n") == 3  # one for the machine, two for calls
     *slower, counts = capsys.readouterr().out.splitlines()[1:]
     assert counts.startswith("2 of 2 calls are below 0.95 x the speed of eager torch")
     assert all("torchkiln.slow_muladd(torch.randn(" in line for line in slower)
     assert command.main(["--fuzz", "3", *options]) == 1
-    assert file.read_text().startswith(written)  # the first two are not measured again
+    assert file.read_text().startswith(written)  # the first two calls are not measured again
     assert file.read_text().count("\n") == 4
     summary = fuzz.Summary.read(tmp_path / "fuzz_summary.jsonl")
     assert (summary.total.calls, summary.total.slower, len(summary.slower)) == (3, 3, 3)
@@ -133,7 +133,7 @@ def test_a_call_that_is_refused_is_counted() -> None:
 
 
 def raising(*tensors: Tensor) -> Tensor:
-    """Raises an error, but not when a draw counts the bytes of the results."""
+    """Raises an error, except for meta tensors, with which a draw counts the bytes of results."""
     if not tensors[0].is_meta:
         raise ZeroDivisionError("no number")
     return torch.empty_like(tensors[0])
@@ -184,7 +184,7 @@ def test_an_error_of_a_draw_is_a_failure() -> None:
 
 @pytest.mark.parametrize("shape", [(2404751, 3), (3, 1 << 13), (1 << 27, 1), (1, 1 << 27)])
 def test_no_tensor_of_a_draw_is_larger_than_the_limit(shape: tuple[int, int]) -> None:
-    """On a GPU; fake tensors need neither the GPU nor memory."""
+    """Draws for a GPU, checked with fake tensors, which need neither a GPU nor memory."""
     cuda, most = torch.device("cuda"), draws.MOST_BYTES
     for spec in SPECS:
         if spec.drawn is not None:

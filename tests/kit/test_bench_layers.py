@@ -1,4 +1,4 @@
-"""Functions that call several ops compute what torch does, and are timed beside it."""
+"""Benchmarks of layers that call several ops: they agree with torch, and are timed against it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_ops_that_write_e4m3_compute_the_cast(spec: OpSpec) -> None:
         for found, expected in zip(ours, theirs, strict=True):
             assert found.shape == expected.shape
             assert found.dtype == expected.dtype
-            # Norms and gates of torch may differ in the last bit, which may round to the next step.
+            # Torch's norms and gates may differ in the last bit, enough to round to another E4M3.
             off = (found.float() - expected.float()).abs() > 2.0**-3 * expected.float().abs()
             assert off.sum() <= 1e-3 * off.numel()
         x = case.sample.tensors

@@ -23,7 +23,7 @@ KIND = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 def signature(module: str, name: str) -> inspect.Signature:
-    """The signature of ``Class.apply``: its own, or that of ``forward`` without the context."""
+    """The parameters of ``Class.apply``: its own, or those of ``forward`` without the context."""
     assert PACKAGE is not None
     assert PACKAGE.origin is not None
     folder = Path(PACKAGE.origin).parent

@@ -68,7 +68,7 @@ def test_a_busy_machine_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("length", [0.4, 2.0])
 def test_the_load_is_that_of_others(monkeypatch: pytest.MonkeyPatch, length: float) -> None:
-    """Also for a run of one row, which takes less than a second."""
+    """The load is seconds of others per second, also over the shortest span that is measured."""
     seconds, now = iter([100.0, 100.0 + 1.5 * length]), iter([7.0, 7.0 + length])
     monkeypatch.setattr(clock, "seconds_of_others", lambda: next(seconds))
     monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: next(now)))
@@ -85,7 +85,7 @@ def test_no_load_of_a_short_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not Path("/proc/stat").is_file(), reason="counts ticks in /proc")
 def test_our_own_processes_are_not_others() -> None:
-    """A compiler that we have started counts as ours while it runs."""
+    """The CPU time of a compiler that we have started counts as ours while it runs."""
     before = clock.own_ticks()
     busy = (
         "import sys, time\nwhile time.process_time() < 0.5: pass\nprint(flush=True)\ntime.sleep(60)"

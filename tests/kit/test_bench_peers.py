@@ -1,4 +1,4 @@
-"""Peers are called as their users call them; a peer that is not called has a reason."""
+"""Peers are called as their users call them; each peer that is left out has a reason."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_package_is_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def given(*args: Any, **kwargs: Any) -> Any:
-    """Stands for a function of a package: returns its arguments."""
+    """Replaces the function of a package: returns its arguments."""
     return args, kwargs
 
 
@@ -145,7 +145,7 @@ def test_arguments_become_theirs(
 
 
 def assert_same(found: Any, expected: Any) -> None:
-    """Equal, and for tensors the same ones."""
+    """Asserts equality; tensors must be the same objects."""
     if isinstance(expected, tuple):
         assert len(found) == len(expected)
         for one, other in zip(found, expected, strict=True):
@@ -190,7 +190,7 @@ def test_what_a_peer_would_do_otherwise_is_refused(
 
 
 def test_a_gradient_made_in_forward_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peer is timed over forward and backward, has a remark, and is not compared with."""
+    """A peer that computes gradients in forward is timed as a step, with a remark and no rank."""
     calls = []
 
     def loss(x: Tensor, target: Tensor) -> Tensor:
@@ -297,13 +297,13 @@ def test_torchao_has_the_layer_in_fp8_alone(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class OnGpu(torch.Tensor):
-    """A tensor that says that it is on a GPU."""
+    """A CPU tensor whose ``is_cuda`` is true."""
 
     is_cuda = True
 
 
 def test_a_product_in_fp8_is_timed_beside_the_usual_one() -> None:
-    """Its composite emulates FP8."""
+    """The peer eager is the product in bfloat16, not the composite, which emulates FP8."""
     spec = next(spec for spec in SPECS if spec.name == "linear_fp8")
     for case in cases(spec, CPU, torch.bfloat16, (32, 64)):
         x, weight = case.sample.args

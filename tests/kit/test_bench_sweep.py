@@ -1,4 +1,4 @@
-"""Shapes that ops name, row lengths, the picture of them, and memory."""
+"""Shapes that a spec names, sweeps of row lengths, their picture, and memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def settings(*names: str) -> Settings:
 
 
 def test_an_op_may_name_its_shapes() -> None:
-    """They hold for GPUs; a CPU would run out of memory."""
+    """Shapes of a spec apply on GPUs. A CPU, with less memory, gets the default."""
     assert plan.shapes_of(SOFTMAX, GPU) == ((8, 16), (4, 32))
     assert plan.shapes_of(ADD, GPU) == ((16384, 8192),)
     assert plan.shapes_of(SOFTMAX, CPU) == ((4096, 4096),)
@@ -90,7 +90,7 @@ def test_small_shapes_of_a_run(
 
 
 def test_row_lengths() -> None:
-    """The number of elements stays within one row of the longest."""
+    """Lengths include sizes of models; shapes have the asked elements, to within half a row."""
     shapes = plan.sweep_shapes(2**27)
     lengths = [columns for _, columns in shapes]
     assert lengths == sorted(lengths)
@@ -116,7 +116,7 @@ def test_rows_of_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_picture_of_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A panel for each dtype and direction, with our lengths, and a point for each peer's."""
+    """Each dtype and direction has a panel with a line for our op and points for each peer."""
     monkeypatch.setattr(plan, "sweep_shapes", lambda _: [(8, 16), (5, 24), (2, 64)])
     chosen = Plan((SOFTMAX,), CPU, settings("eager"), kinds=("sweep",), threads=(1,))
     rows = rows_of(chosen)
@@ -146,7 +146,7 @@ def test_peers_that_compute_something_else_have_no_points(monkeypatch: pytest.Mo
 
 
 def test_numbers_of_rows() -> None:
-    """1 to 1 M on a GPU, fewer where that is more than eight times the usual call."""
+    """Shapes have 1 to 2^20 rows of 1,024 elements, at most 8 times those of a usual call."""
     assert plan.row_shapes(2**27) == [(8**k, 1024) for k in range(7)] + [(2**20, 1024)]
     assert plan.row_shapes(2**24)[-1] == (32768, 1024)
 
@@ -174,7 +174,7 @@ def test_the_command_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_peaks_are_of_a_whole_step() -> None:
-    """The gauge gets one call of each: a forward without gradients, or forward and backward."""
+    """The gauge measures a forward without gradients, and a forward with its backward."""
     sums: list[int] = []
 
     def gauge(call: Call) -> int:
@@ -208,7 +208,7 @@ def test_no_peaks_where_none_are_wanted() -> None:
 
 @pytest.mark.cuda
 def test_the_gauge_counts_what_a_call_holds() -> None:
-    """Torch's softmax: the output, its product with the gradient, and the result."""
+    """Softmax holds one tensor in forward, and three in backward, within 2 MiB."""
     size = 4 * 2**24
     case = next(cases(SOFTMAX, GPU, torch.float32, (2048, 8192)))
     for direction, tensors in ((FORWARD, 1), (BACKWARD, 3)):

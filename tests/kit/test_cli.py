@@ -24,7 +24,7 @@ from torchkiln.testing import SPECS
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a new process."""
+    """Run code in a new Python process."""
     given = [sys.executable, "-W", "ignore", "-c", code]
     return subprocess.run(given, capture_output=True, text=True, check=False)
 
@@ -41,7 +41,7 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_page_has_all_commands_statuses_and_forms() -> None:
-    """The forms are those of tests/data/json.txt, which a test compares with the reports."""
+    """Names of forms are those of tests/data/json.txt, which another test compares with reports."""
     root = Path(__file__).resolve().parents[2]
     page = (root / "docs" / "cli.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `([a-z-]+)[ `]", page, re.MULTILINE)) >= set(COMMANDS)
@@ -110,7 +110,7 @@ def test_the_listed_ops_are_those_of_the_specs() -> None:
 
 
 def test_the_words_of_bench_are_those_of_its_records() -> None:
-    """The parser has copies, because the originals are in modules that import torch."""
+    """The parser repeats names of other modules, because importing those would import torch."""
     assert bench_parser.PEERS == peers.PEERS
     assert tuple(getattr(torch, name) for name in bench_parser.DEFAULT_DTYPES) == plan.DTYPES
     kinds = (result.CALLS, result.SWEEP, result.SMALL, result.HOST)
@@ -160,7 +160,7 @@ def test_refused_values() -> None:
 
 
 def test_as_a_module() -> None:
-    """``python -m torchkiln`` imports torch, but not what only some commands need."""
+    """``python -m torchkiln --version`` imports no module that only other commands need."""
     code = (
         "import runpy, sys; sys.argv = ['torchkiln', '--version']\n"
         "try: runpy.run_module('torchkiln', run_name='__main__')\n"
@@ -237,7 +237,7 @@ sys.exit(main())
 
 @pytest.mark.parametrize("words", ["--help", "explain --help", "doctor"])
 def test_a_closed_pipe(words: str) -> None:
-    """A pipe closed after the first line, as by ``| head -1``."""
+    """Exit status 141 and no error if the reader of the output is gone, as with ``| head -1``."""
     reader, writer = os.pipe()
     os.close(reader)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
@@ -251,7 +251,7 @@ def test_a_closed_pipe(words: str) -> None:
 
 @pytest.mark.parametrize("output", ["--json={}/bench.json", "--out={}"])
 def test_a_full_disk_leaves_the_old_output(output: str, tmp_path: Path) -> None:
-    """A process that may write 10 bytes per file replaces the output of an earlier run."""
+    """Writing fails after 10 bytes, and the file of an earlier run is unchanged."""
     code = (
         "import resource, signal, sys\n"
         "from pathlib import Path\n"

@@ -37,7 +37,7 @@ def without_compiled_code() -> Iterator[None]:
 
 
 def checked(caplog: pytest.LogCaptureFixture, function: Callable[..., Any], *args: Tensor) -> str:
-    """Compares results and gradients of both; returns the ops in the graph."""
+    """Compares a function and its compiled form; returns the ops in the graph."""
     caplog.set_level(logging.INFO, "torchkiln.compile")
     compiled = torch.compile(function, backend=backend, options={"then": "eager"}, fullgraph=True)
     found = []
@@ -55,7 +55,7 @@ def checked(caplog: pytest.LogCaptureFixture, function: Callable[..., Any], *arg
         found.append((results, gradients, given))
     was, now = found
     torch.testing.assert_close(now[1], was[1])
-    torch.testing.assert_close(now[2], was[2])  # changed alike
+    torch.testing.assert_close(now[2], was[2])  # changes in place
     for one, other in zip(now[0], was[0], strict=True):
         torch.testing.assert_close(one, other, check_stride=True)
     return ", ".join(r.getMessage() for r in caplog.records if r.name == "torchkiln.compile")
@@ -194,7 +194,7 @@ NORMS = {
     half: "1 rms_norm",
     narrowed: "1 rms_norm",
     hooked: "1 rms_norm",
-    changed_result: "1 rms_norm",  # of the rows before the weight
+    changed_result: "1 rms_norm",  # without the weight, whose product is changed in place
     summed: "1 add_rms_norm",
     summed_twice: "1 rms_norm",
     summed_wide: "1 rms_norm",
@@ -298,7 +298,7 @@ def in_part(q: Tensor, k: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def between(q: Tensor, k: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Heads behind the tokens, as after a projection."""
+    """Tokens come before heads in memory, as after a projection."""
     q, k = q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous()
     return rotated(q.transpose(1, 2), k.transpose(1, 2), *doubled(x))
 
@@ -329,7 +329,7 @@ def test_rotations(caplog: pytest.LogCaptureFixture, function: Any, ops: str) ->
 
 
 def test_one_token_is_rotated(caplog: pytest.LogCaptureFixture) -> None:
-    """Strides of a dimension of size 1 may differ."""
+    """With one token, strides of that dimension do not prevent the rotation."""
 
     def projected(q: Tensor, k: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         return rotated(q.transpose(1, 2), k.transpose(1, 2), *doubled(x))

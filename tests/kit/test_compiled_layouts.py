@@ -1,4 +1,4 @@
-"""Inductor's code in front of ops that take any strides: no copies for their layout."""
+"""Inductor makes no copies for the layout of tensors in front of ops that take any strides."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "computed, then transposed": lambda x: (x * 2).transpose(0, 2),
     "product, then transposed": lambda x: (x @ W).transpose(0, 2) + 1,
 }
-"""Views ``[..., 8]`` of ``[8, 8, 8]``, in memory that Inductor may lay out, or not."""
+"""Views ``[..., 8]`` of ``[8, 8, 8]``: some in memory that Inductor may lay out, some not."""
 
 
 def labels_of(x: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def labels_of(x: Tensor) -> Tensor:
 
 
 def rows(x: Tensor) -> Tensor:
-    """The first rows, as a matrix that is a view."""
+    """The first matrix, as a view."""
     return x[0]
 
 
@@ -71,7 +71,7 @@ def without_compiled_code() -> Iterator[None]:
 
 
 def test_every_op_with_results_in_one_layout_is_tagged() -> None:
-    """Ops whose results, or packed bits, have the order of an argument in memory are not."""
+    """Ops whose results or packed bits follow the memory order of an argument are not tagged."""
     tagged = {
         name
         for name in OPS
@@ -90,7 +90,7 @@ def leaves(x: Any) -> list[Tensor]:
 @pytest.mark.rotates("layout", 3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_copy_in_front_of_an_op(layout: str) -> None:
-    """A kernel that Inductor adds for the layout of an argument has the name of the op."""
+    """No kernel of Inductor is named after an op, as a copy of its arguments would be."""
 
     def function(x: Tensor) -> list[Tensor]:
         view = LAYOUTS[layout](x)

@@ -29,7 +29,7 @@ DROPOUTS = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 @pytest.fixture(autouse=True)
 def without_compiled_code() -> Iterator[None]:
-    """Dynamo counts graphs of earlier tests towards its limit of recompilations."""
+    """Dynamo would count graphs of earlier tests towards its limit of recompilations."""
     torch.compiler.reset()
     yield
     torch.compiler.reset()
@@ -76,7 +76,7 @@ MODELS = {
     bert: {"add_layer_norm": 4, "layer_norm": 2, "linear": 3, "cross_entropy": 1},
     vit: {"add_layer_norm": 4, "layer_norm": 1, "linear": 2, "cross_entropy": 1},
 }
-"""The ops in the graphs of a step."""
+"""The ops that the graph of a training step contains, by model."""
 
 
 def batch(make: Any, length: int = 7, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def batch(make: Any, length: int = 7, dtype: torch.dtype = torch.float32) -> dic
 
 
 def step(model: Any, given: dict[str, Any], parameters: Any) -> dict[str, Tensor]:
-    """Loss, logits, and all gradients as one vector."""
+    """Loss, logits, and the gradients of all parameters as one vector."""
     out = model(**given)
     found = torch.autograd.grad(out.loss, list(parameters), materialize_grads=True)
     flat = torch.cat([x.flatten() for x in found])
@@ -99,7 +99,7 @@ def error(found: Tensor, truth: Tensor) -> float:
 
 
 def ops_in(caplog: pytest.LogCaptureFixture) -> dict[str, int]:
-    """The ops that the backend has logged."""
+    """The names of ops in the backend's log."""
     found: dict[str, int] = {}
     for record in caplog.records:
         words = record.getMessage()
@@ -174,7 +174,7 @@ def test_logits_that_nobody_reads_are_not_made(caplog: pytest.LogCaptureFixture)
 
 
 def test_a_mode_gets_its_own_graph(caplog: pytest.LogCaptureFixture) -> None:
-    """In training, the dropouts of BERT lie between its layers and its sums."""
+    """In training BERT gets other ops, because dropouts lie between its layers and sums."""
     torch.manual_seed(0)
     model: nn.Module = transformers.BertForMaskedLM(transformers.BertConfig(**SIZES))
     given = batch(bert)
@@ -256,7 +256,7 @@ def test_an_explanation_has_times_only_of_ops_that_a_graph_can_get() -> None:
     words = 'torch.compile(backend="torchkiln") chooses '
     assert note("cross_entropy", [x]).startswith(f"{words}this op: ")
     assert note("swiglu", [x]).startswith(f"{words}torch's ops: ")
-    assert not note("softmax", [x])  # measured, but never found
+    assert not note("softmax", [x])  # measured, but no graph had it
     assert "rows of 1024 took " in note("add_rms_norm", [x])
     borrowed = note("rms_norm", [x])
     assert "rows of 1024 in add_rms_norm, which has the same kernels, took " in borrowed
@@ -268,7 +268,7 @@ def test_the_table_chooses(tmp_path: Path) -> None:
     assert {op: row and row.is_ours for op, row in rows.items()} == {
         "swiglu": False,
         "rope": True,
-        "rms_norm": True,  # the kernels of add_rms_norm
+        "rms_norm": True,  # uses the times of add_rms_norm
         "sin": None,
     }
     times = {"kind": "calls", "op": "swiglu", "dtype": "float32"}
@@ -291,4 +291,4 @@ def test_the_table_chooses(tmp_path: Path) -> None:
     assert choice("swiglu", torch.empty(3, 100))
     assert not choice("swiglu", torch.empty(3, 3000))
     assert not choice("swiglu", torch.empty(3, 100, dtype=torch.bfloat16))
-    assert not Choice()("swiglu", torch.empty(3, 100))  # nothing was measured on a CPU
+    assert not Choice()("swiglu", torch.empty(3, 100))  # a CPU has no measured times

@@ -1,4 +1,4 @@
-"""The demo: errors, speeds, training, and what it prints."""
+"""torchkiln demo: errors, speeds, training, and its output."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ MULADD = next(spec for spec in SPECS if spec.name == "muladd")
 
 @pytest.fixture(scope="module")
 def trained() -> Outcome:
-    """The result of a short training."""
+    """The outcome of 120 training steps."""
     *_, outcome = train_both(CPU, 120)
     return outcome
 
 
 @pytest.fixture
 def outcome(trained: Outcome) -> Outcome:
-    """A copy that a test may spoil."""
+    """A copy, so that a test may change it."""
     return copy.deepcopy(trained)
 
 
@@ -72,7 +72,7 @@ def test_errors_of_every_op(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cancellation_and_mixed_dtypes_count_few_steps(
     spec: OpSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Elements near 0 count by the size of their terms, calls of two dtypes by the coarser one."""
+    """Errors near 0 are relative to the terms, those of two dtypes to the coarser one."""
     monkeypatch.setattr(accuracy, "SPECS", (spec,))
     for row in accuracy.all_errors(CPU):
         assert row.ours < 4, row
@@ -133,9 +133,9 @@ def test_a_call_without_memory_is_skipped(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Stages with their times, two lines for each family, the picture, further commands.
+    """The demo prints stages with times, two lines per family, the picture, and further commands.
 
-    Of three ops: the contract compares the errors of all, and nox -s demo runs the whole.
+    Three ops suffice: the contract checks the errors of all, and nox -s demo runs the whole demo.
     """
     pytest.importorskip("matplotlib").use("Agg")
     few = (BIAS_ACT, ADD, MEAN)
@@ -159,7 +159,7 @@ def test_the_whole(
 
 
 def test_all_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    """``--full`` prints a line for each dtype and direction, and all times."""
+    """``--full`` prints a line per dtype and direction; without it, a summary."""
     rows = [errors(torch.float32, 0.5), errors(torch.float16, 0.25)]
     report.errors(rows, full=True)
     assert capsys.readouterr().out.count("forward") == 2

@@ -1,4 +1,4 @@
-"""Former names of arguments and attributes."""
+"""Deprecated names of arguments and attributes still work, with a warning."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_former_argument_without_a_default() -> None:
 
 
 def test_a_former_argument_under_compile() -> None:
-    """The graph has no break, and no warning."""
+    """A call with a deprecated argument compiles to one graph, without a warning."""
     former: Any = routed
     found = torch.compile(lambda x: former(x, check_target=False), fullgraph=True, backend="eager")
     assert found(3) == (3, 1, False)

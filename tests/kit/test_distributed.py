@@ -1,4 +1,4 @@
-"""Ops and modules on several devices, by torch's own engines."""
+"""Ops and modules on several devices, with torch's DTensor and FSDP2."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ for kind in ("tensor parallel", "FSDP2"):
 
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 def test_gradients_of_two_processes_are_those_of_one(device: torch.device, tmp_path: Path) -> None:
-    """Tensor parallel and under FSDP2."""
+    """Two processes, with tensor parallelism or FSDP2, have the gradients of one."""
     run_processes(SCRIPT, device, 2, tmp_path)
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 def test_a_call_does_not_get_the_placements_of_another() -> None:
-    """Torch's key of a call leaves out strings and floats: relu would be that of parts of a sum."""
+    """Torch caches placements without strings and floats; relu must not get those of a sum."""
     from torch.distributed._local_tensor import LocalTensorMode  # noqa: PLC0415
     from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
     from torch.distributed.tensor import Shard, distribute_tensor  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""Products in FP8 on several devices: the sharding rules, tensor parallel, and FSDP2."""
+"""FP8 products on several devices: sharding rules, tensor parallelism, and FSDP2."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROWS, FEATURES, COLUMNS = 1024, 512, 1024
 
 
 def calls() -> Iterator[tuple[int, Any, tuple[Any, ...]]]:
-    """Calls of each op, with the number of choices on a mesh of two devices."""
+    """Calls, each after the number of placements that its op offers on a mesh of two devices."""
     ops = torch.ops.torchkiln
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, ROWS // 2, COLUMNS, generator=generator)
@@ -51,7 +51,7 @@ def calls() -> Iterator[tuple[int, Any, tuple[Any, ...]]]:
     yield 3, ops.gated_linear_fp8, (x, weight)
     yield 3, ops.gated_linear_fp8, (data, weight, "gelu", scale, None, *square)
     yield 2, ops._gated_fp8_backward, (x[..., :FEATURES].contiguous(), x, "silu")
-    # A shard of 64 columns has no scale of its own.
+    # Both halves of 128 columns have one scale, so the columns cannot be split.
     narrow = torch.randn(4, 128, generator=generator)
     yield 2, ops.quantize, (narrow,)
     yield 1, ops.quantize_both, (narrow,)
@@ -93,7 +93,7 @@ def test_rules(shape: tuple[int, ...]) -> None:
 
 
 def of(result: Any) -> tuple[Tensor | None, ...]:
-    """The results of a call; None for a tensor without memory, whose values are undefined."""
+    """The results of a call. An expanded tensor has undefined values and becomes None."""
     found = result if isinstance(result, tuple) else (result,)
     return tuple(x if x.is_contiguous() or any(x.stride()) else None for x in found)
 
@@ -197,12 +197,12 @@ for one, other in zip(sharded, plain, strict=True):
 
 
 def test_two_processes(device: torch.device, tmp_path: Path) -> None:
-    """FSDP2 and tensor parallel, before and after the replacement, beside one process."""
+    """FSDP2 and tensor parallelism agree with one process, before and after the replacement."""
     run_processes(SCRIPT, device, 2, tmp_path)
 
 
 def test_shards_of_the_sum_are_exact_parts() -> None:
-    """A rowwise product sums whole blocks on each device, with the scales of the whole product."""
+    """Products of halves of k add up exactly to the whole product, as scales belong to blocks."""
     x, weight = torch.randn(64, 256), torch.randn(128, 256)
     parts = [
         torchkiln.linear_fp8(a, b)

@@ -1,4 +1,4 @@
-"""The programs in docs/examples run and print what they promise."""
+"""The programs in docs/examples run and print what their pages state."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_both_trainings_are_the_same(example: ModuleType) -> None:
         torch.set_num_threads(threads)
     ours, theirs = runs["torchkiln"].losses, runs["torch"].losses
     assert ours[0] == pytest.approx(theirs[0], abs=1e-5)
-    # Rounding differences grow from step to step.
+    # Rounding differences grow from step to step, so only the first 20 losses are compared.
     assert ours[:20] == pytest.approx(theirs[:20], abs=1e-3)
     assert sum(ours[-5:]) < 0.5 * sum(ours[:5])
 
@@ -122,7 +122,7 @@ def test_its_kernels_compile(example: ModuleType) -> None:
 
 
 def losses(device: torch.device, processes: int, folder: Path, *options: str) -> dict[int, float]:
-    """The losses of a run of the parallel example by step."""
+    """The loss of each step, from a run of the parallel example."""
     words = ("--dtype", "float64", *options)
     said = launched(FOLDER / "parallel.py", device, processes, folder, *words)
     found = re.findall(r"^step (\d+): loss (\S+)$", said, re.MULTILINE)
@@ -134,7 +134,7 @@ def losses(device: torch.device, processes: int, folder: Path, *options: str) ->
 def test_several_processes_have_the_losses_of_one(
     device: torch.device, tensor_parallel: str, tmp_path: Path
 ) -> None:
-    """Half as many processes that continue from the checkpoint have the same losses, too."""
+    """Losses of four processes, and of two that load their checkpoint, are those of one."""
     count = processes_on(device, 4)
     folder, way = str(tmp_path / "checkpoint"), ("--tensor-parallel", tensor_parallel)
     alone = losses(device, 1, tmp_path, "--steps", "5")
@@ -146,5 +146,5 @@ def test_several_processes_have_the_losses_of_one(
 
 def test_every_example_is_tested() -> None:
     here = {"train", "transformer", "resnet", "jit_to_package", "parallel"}
-    tested = here | {"grpo", "post_training"}  # in test_post_training.py
+    tested = here | {"grpo", "post_training"}  # tested in test_post_training.py
     assert {path.stem for path in FOLDER.glob("*.py")} == tested

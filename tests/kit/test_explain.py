@@ -1,4 +1,4 @@
-"""explain() reports what a call did."""
+"""explain() reports the kernels, copies and notes of a call."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def test_a_copy_comes_with_its_reason() -> None:
 
 
 def test_a_copy_that_has_steps_of_its_own() -> None:
-    """Torch transposes through a buffer, by other ops: still one copy."""
+    """Torch transposes through a buffer, in several ops, which count as one copy."""
     found = explain(torchkiln.layer_norm, torch.randn(512, 100).t(), 512)
     assert kinds(found.forward.steps) == ["copy", "norm"]
     assert "no evenly spaced rows" in found.forward.notes[0]
 
 
 def test_a_copy_of_a_reduction() -> None:
-    """Strides that no sequence of kernels reads, then kept dimensions whose order is exchanged."""
+    """Strides that no kernel reads are copied first, exchanged kept dimensions at the end."""
     spread = torch.randn(4, 5, 6, 7, 8)[:, ::2, :, ::2, ::2]
     found = explain(torchkiln.sum, spread, [0, 2, 4])
     assert kinds(found.forward.steps)[0] == "copy"
@@ -91,7 +91,7 @@ def test_a_cast() -> None:
 
 
 def test_a_fallback() -> None:
-    """Second gradients are computed by ops of torch, as are torch's own functions."""
+    """Ops of torch count as a fallback: torch's own functions, and second derivatives of ours."""
     x = torch.randn(8, 16, requires_grad=True)
     found = explain(torch.nn.functional.layer_norm, x, (16,))
     assert kinds(found.forward.steps) == ["fallback"]
@@ -100,7 +100,7 @@ def test_a_fallback() -> None:
     assert not found.spec
     assert found.forward.bytes == 2 * 8 * 16 * 4
 
-    product = explain(torch.mul, x, 2)  # casts the number first
+    product = explain(torch.mul, x, 2)  # torch first casts the number
     assert [step.op for step in product.forward.extra if step.kind == "fallback"] == ["aten::mul"]
     assert product.forward.allocated >= 8 * 16 * 4
 
@@ -187,7 +187,7 @@ def test_other_threads_are_not_disturbed() -> None:
 
 
 def test_threads_leave_torchs_attention_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second explanation begins in the first one, and is recorded after it."""
+    """Two threads explain at overlapping times; torch's attention is restored afterwards."""
     original, start = F.scaled_dot_product_attention, _C.start_recording
     main, begun, done = threading.current_thread(), threading.Event(), threading.Event()
 
@@ -243,7 +243,7 @@ def test_a_launch_on_a_gpu() -> None:
 
 @pytest.mark.cuda
 def test_the_product_of_linear_on_a_gpu() -> None:
-    """A fused gelu is torchkiln's own kernel from k = 2048 on; it is compiled for 9.0 alone."""
+    """From k = 2048 on, linear with gelu is one kernel of torchkiln, for compute capability 9.0."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("a kernel for compute capability 9.0")
     x = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)

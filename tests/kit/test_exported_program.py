@@ -1,4 +1,4 @@
-"""Files of ``torch.export``: their programs name helper ops, and load in the same minor version."""
+"""Files of ``torch.export`` contain helper ops, and load in the same minor version."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_file_of_this_minor_version_loads() -> None:
 
 
 def test_helper_ops_of_the_file_are_listed() -> None:
-    """docs/stability.md promises the listed ones for a minor version."""
+    """Helper ops in the file are among those that docs/stability.md promises to keep."""
     program = torch.export.load(FILE)
     names = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
     helpers = {name for name in names if name.startswith("torchkiln._")}

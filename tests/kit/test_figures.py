@@ -39,7 +39,7 @@ def figures() -> Iterator[ModuleType]:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["figures"] = module
-    sys.path.insert(0, str(ROOT / "docs"))  # as for a script: figures imports op_reference
+    sys.path.insert(0, str(ROOT / "docs"))  # figures.py imports op_reference from docs/
     spec.loader.exec_module(module)
     yield module
     sys.path.remove(str(ROOT / "docs"))
@@ -58,7 +58,7 @@ def record() -> bench.Record:
 
 @pytest.fixture
 def page(tmp_path: Path, record: bench.Record) -> list[str]:
-    """Arguments for pages and results of their own."""
+    """Arguments for a page and results in a folder of the test."""
     docs = tmp_path / "docs"
     record.write(docs / "results" / "here.json")
     (tmp_path / "README.md").write_text("# Title\n")
@@ -117,7 +117,7 @@ def test_another_signature_is_noticed(figures: ModuleType, page: list[str], tmp_
 
 
 def test_calls_that_lose_most_stand_first(figures: ModuleType) -> None:
-    """The ten smallest speed-ups of all runs, in order."""
+    """The table has the ten smallest speed-ups of all records, in ascending order."""
     files = {path.stem: path for path in (ROOT / "docs" / "results").glob("*.json")}
     records = [bench.Record.read(path) for path in files.values()]
     rows = [
@@ -135,7 +135,7 @@ def test_random_calls_that_lose_are_counted(figures: ModuleType, tmp_path: Path)
     ]
     path = tmp_path / "gpu_fuzz.jsonl"
     fuzz.Summary.of({"device": "GPU", "torch": "2"}, calls).write(path)
-    assert path.read_text().count("\n") == 5  # machine, total, relu forward, two slower calls
+    assert path.read_text().count("\n") == 5  # machine, total, relu, two slower calls
     assert '"calls": 4, "slower": 2, "median": 0.75' in path.read_text()
     text = figures.random_calls(tmp_path)
     assert "2 (50.0%) of 4 calls" in text
@@ -165,7 +165,7 @@ def test_every_public_function_and_module_is_on_the_page_of_ops() -> None:
         "Quantized",
         "QuantizedWeight",
     }
-    for name in set(torchkiln.__all__) - others - {"fuse", "replace", "replaced"}:  # models.md
+    for name in set(torchkiln.__all__) - others - {"fuse", "replace", "replaced"}:  # in models.md
         assert f"| `torchkiln.{name}(" in text, name
     for name in torchkiln.nn.__all__:
         assert f"| `torchkiln.nn.{name}(" in text, name
@@ -183,7 +183,7 @@ def test_pictures_are_shown() -> None:
 
 
 def test_the_facts_of_the_readme_are_measured() -> None:
-    """The sentences below its picture, which no block holds."""
+    """Numbers in the README's sentences below the picture agree with the records."""
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     rows = bench.Record.read(ROOT / "docs" / "results" / "h100_rows.json").rows
     norms = [
@@ -207,7 +207,7 @@ def test_the_facts_of_the_readme_are_measured() -> None:
 
 
 def test_the_readme_names_every_op() -> None:
-    """Every function and module of docs/ops.md, which is generated; in-place ones are counted."""
+    """The README's table has every function and module of docs/ops.md except in-place ones."""
     calls = (ROOT / "docs" / "ops.md").read_text(encoding="utf-8")
     names = set(re.findall(r"^\| `torchkiln\.(?:nn\.)?(\w+)\(", calls, re.MULTILINE))
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -220,7 +220,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_measurements_stay_short() -> None:
-    """A row of a result is a line, and the page has the tables with their reasons, no diary."""
+    """Files of results have a line per row, 2,500 in all; docs/performance.md has at most 250."""
     docs = ROOT / "docs"
     files = [*(docs / "results").glob("*.json*"), *(docs / "contract").glob("*.json*")]
     lines = [path.read_text(encoding="utf-8").count("\n") for path in files]

@@ -1,4 +1,4 @@
-"""docs/fp8_accuracy.py: its trainings run, and its files have what it prints."""
+"""docs/fp8_accuracy.py runs its trainings, and its files contain the numbers that it prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchkiln.fuse: convolution, batch norm, residual sum and activation of a model as one call."""
+"""torchkiln.fuse: one call for convolution, batch norm, residual sum and activation."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ import torchkiln
 
 
 class QuickGelu(nn.Module):
-    """As Hugging Face's QuickGELUActivation."""
+    """The formula of Hugging Face's QuickGELUActivation."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.sigmoid(1.702 * x)
 
 
 class DroppedRelu(nn.Module):
-    """An activation in evaluation mode only."""
+    """A relu with dropout in training, so that only eval mode has an activation to fuse."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.dropout(F.relu(x), 0.5, self.training)
 
 
 class Block(nn.Module):
-    """A residual block as those of ResNets: the same activation module twice, sums in place."""
+    """A residual block as in ResNets: one activation module, called twice, and sums in place."""
 
     def __init__(self, channels: int, act: Callable[..., nn.Module] = nn.ReLU) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A stem, two blocks, one with a projection of its shortcut, and a head."""
+    """A stem, two blocks of which one projects its shortcut, and a head."""
 
     def __init__(self, act: Callable[..., nn.Module] = nn.ReLU) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Net(nn.Module):
 
 
 class Functional(nn.Module):
-    """One batch norm and a function behind it."""
+    """A batch norm, then a function."""
 
     def __init__(self, after: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def example(dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def results(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """Outputs in training and in eval mode, gradients and buffers after two steps."""
+    """Outputs in training and in eval mode, gradients, and the buffers after two steps."""
     model.train()
     for _ in range(2):
         out = model(x)
@@ -103,7 +103,7 @@ def test_results_gradients_and_statistics_stay(act: Callable[..., nn.Module]) ->
     assert report["layer.1.downsample.1"].now == "conv_bn_act(none)"
     assert report["layer.0.bn2"].now.endswith(", with the residual)")
     x = example()
-    for _ in range(2):  # the second time with a fold of the first
+    for _ in range(2):  # the second call uses the fold of the first
         torch.testing.assert_close(results(model, x), results(reference, x))
         with torch.no_grad():
             torch.testing.assert_close(model(x), reference(x))
@@ -245,7 +245,7 @@ class Optional(Functional):
 
 
 class Branch(Functional):
-    """The branch of a tensor is the one that is traced; a list runs the forward as it was."""
+    """A tensor takes the branch that was traced; a list must run the original forward."""
 
     def forward(self, x: Tensor | list[Tensor]) -> Tensor:
         return torch.relu(self.norm(x if isinstance(x, Tensor) else torch.cat(x)))
@@ -274,7 +274,7 @@ def test_arguments_that_the_trace_does_not_have() -> None:
 
 
 def test_a_residual_of_another_shape_or_dtype() -> None:
-    """The op takes no broadcast residual; the three steps do."""
+    """The op has no residual that broadcasts or has another dtype, so the three steps run."""
 
     class Broadcast(Functional):
         def forward(self, x: Tensor, residual: Tensor) -> Tensor:  # type: ignore[override]
@@ -289,7 +289,7 @@ def test_a_residual_of_another_shape_or_dtype() -> None:
 
 
 def test_hooks_run() -> None:
-    """Before: the batch norm is left alone. Afterwards: its hooks still run, in three steps."""
+    """A batch norm with a hook is not fused; one that gets a hook later runs as three steps."""
     seen: list[str] = []
     model = Net().eval()
     model.stem[1].register_forward_hook(lambda *_: seen.append("before"))
@@ -301,7 +301,7 @@ def test_hooks_run() -> None:
 
 
 class Pair(nn.Module):
-    """A convolution, a batch norm, and a function that calls both."""
+    """A convolution and a batch norm; the function ``call`` runs both."""
 
     def __init__(self, conv: nn.Module, call: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
@@ -337,7 +337,7 @@ def used_twice(m: Any, x: Tensor) -> Tensor:
 
 
 class Own(nn.Conv2d):
-    """A convolution with a forward of its own."""
+    """A convolution that overrides forward."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) * 2

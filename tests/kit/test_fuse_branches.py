@@ -1,4 +1,4 @@
-"""torchkiln.fuse: max pools, and the gradients of two branches."""
+"""torchkiln.fuse: max pools, and sums of the gradients of two branches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torchkiln
 
 
 class Chain(nn.Module):
-    """A batch norm, relu and a pool, called by a function."""
+    """A batch norm and a pool, which the function ``call`` runs."""
 
     def __init__(self, call: Callable[[Any, Tensor], Tensor], pool: nn.Module) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def test_a_pool_with_hooks_runs_them() -> None:
 
 
 class InPlace(nn.Module):
-    """One branch changes the input of both."""
+    """One branch changes in place the tensor that the other one reads, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class InPlace(nn.Module):
 
 
 class OutOfPlace(InPlace):
-    """The values of ``InPlace``, from a SiLU that does not overwrite its input."""
+    """``InPlace`` with a SiLU that does not overwrite its input: the values must be the same."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.silu(x)
@@ -125,7 +125,7 @@ def test_a_branch_that_changes_its_input() -> None:
 
 
 class TwoHeads(nn.Module):
-    """A body whose result two fused modules take."""
+    """A body whose result is the input of two fused modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def test_two_heads(device: torch.device, options: dict[str, bool]) -> None:
 
 
 class Side(nn.Module):
-    """A call before the pool that may change the convolution's input."""
+    """A module that runs before the pool may change the convolution's input in place."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""torchkiln.fuse with recompute=True: results that are computed again in backward."""
+"""torchkiln.fuse(recompute=True): backward computes intermediate results again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DTYPES = [torch.float64, torch.float32]
 
 @pytest.fixture(autouse=True)
 def reproducible() -> Iterator[None]:
-    """The same gradients in each call, in float32."""
+    """Deterministic convolutions without TF32, so that gradients repeat bit by bit."""
     with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
         yield
 
@@ -91,7 +91,7 @@ def test_a_changed_parameter_is_an_error(name: str) -> None:
     y = net(example(torch.device("cpu"), torch.float32, 16))
     with torch.no_grad():
         net.get_parameter(name).add_(1)
-    for asked in (net.conv2.weight, net.conv1.weight):  # the first one needs no other node
+    for asked in (net.conv2.weight, net.conv1.weight):  # the gradient of conv2 runs no other node
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             torch.autograd.grad(y.sum(), asked, retain_graph=True)
 
@@ -137,7 +137,7 @@ def test_other_hooks_for_saved_tensors_see_all() -> None:
 
 def test_nothing_is_left_without_a_backward() -> None:
     net = fused(Bottleneck(16, 8), recompute=True)
-    net.get_submodule("bn2").register_forward_hook(lambda *_: None)  # torch's functions run
+    net.get_submodule("bn2").register_forward_hook(lambda *_: None)  # torch runs
     y = net(example(torch.device("cpu"), torch.float32, 16))
     storage = StorageWeakRef(y.untyped_storage())
     del y

@@ -1,4 +1,4 @@
-"""torchkiln as a kernel of Hugging Face's ``kernels``, and what that package demands of layers."""
+"""torchkiln as a kernel of Hugging Face's ``kernels``, and its requirements of layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMPILE = kernels.Mode.TORCH_COMPILE
 
 
 class Original(nn.Module):
-    """A norm as models of Llama's family have it."""
+    """The RMS norm of models of Llama's family."""
 
     def __init__(self, size: int = 16) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Original(nn.Module):
 
 
 def decorated(name: str, original: type[nn.Module]) -> Any:
-    """A module that ``kernels`` may give another forward."""
+    """A module whose forward ``kernels`` may replace by the layer ``name``."""
     made: Any = kernels.use_kernel_forward_from_hub(name)(type(name, (original,), {}))()
     return made
 
@@ -52,7 +52,7 @@ def test_the_norm_of_a_model_is_replaced(mode: Any, dtype: torch.dtype) -> None:
     found = model(x)
     assert found.dtype == expected.dtype == torch.float32
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-6)
-    if dtype != found.dtype:  # the rows are rounded before the weight, too
+    if dtype != found.dtype:  # both round the rows before the weight
         assert (found - expected).abs().gt(1e-6 * expected.abs()).float().mean() < 0.05
     if mode & COMPILE:
         compiled: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -60,7 +60,7 @@ def test_the_norm_of_a_model_is_replaced(mode: Any, dtype: torch.dtype) -> None:
 
 
 class One(nn.Module):
-    """A function of one tensor."""
+    """A stand-in for a function of one tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x

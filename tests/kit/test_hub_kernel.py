@@ -1,4 +1,4 @@
-"""``torchkiln new NAME --for hub`` and ``torchkiln check-hub DIR``."""
+"""``torchkiln new NAME --for hub`` writes a kernel that ``torchkiln check-hub DIR`` accepts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAME = "soft_gate"
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A new kernel."""
+    """The folder of a new kernel."""
     folder = tmp_path / "kernel"
     write_hub_kernel(NAME, folder)
     return folder
@@ -76,7 +76,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def written(path: str, before: str, after: str) -> Callable[[Path], None]:
-    """A change of a file."""
+    """A function that replaces ``before`` by ``after`` in a file of the project."""
 
     def change(folder: Path) -> None:
         text = (folder / path).read_text()
@@ -202,5 +202,5 @@ def test_a_new_kernel_builds_and_passes_its_tests(project: Path) -> None:
         )
         assert done.returncode == 0, done.stdout + done.stderr
     assert "passed" in done.stdout
-    # A local build may need newer libraries than the hub allows, and nothing else is wrong.
+    # The only problem allowed is that a local build needs newer libraries than the hub allows.
     assert all("of manylinux_2_28" in problem.words for problem in check_hub(project))

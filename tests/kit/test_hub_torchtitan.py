@@ -1,4 +1,4 @@
-"""The overrides of torchtitan, applied by torchtitan; skipped where it is not installed."""
+"""The overrides for torchtitan, applied by torchtitan; skipped if it is not installed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 class Root(Configurable):
-    """The root of a tree of configurations."""
+    """The root of a tree of configurations: one part."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
@@ -60,7 +60,7 @@ def pair(config: Any, name: str, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def outcome(module: Any, inputs: tuple[Any, ...]) -> list[Tensor]:
-    """Results, and gradients of the inputs and parameters for given gradients of the results."""
+    """Results, and gradients of inputs and parameters for fixed incoming gradients."""
     leaves = [x.detach().requires_grad_() if x.is_floating_point() else x for x in inputs]
     module.zero_grad()
     y = module(*leaves)
@@ -73,7 +73,7 @@ def outcome(module: Any, inputs: tuple[Any, ...]) -> list[Tensor]:
 
 
 def compare(was: Any, now: Any, inputs: tuple[Any, ...], calls: set[str], wanted: str) -> None:
-    """The errors against float64 are at most twice those of torchtitan; and the op is called."""
+    """Errors against float64 are at most twice torchtitan's, and torchkiln's op is called."""
     double = tuple(x.double() if x.is_floating_point() else x for x in inputs)
     truth = outcome(copy.deepcopy(was).double() if wanted != "rope" else was, double)
     expected = outcome(was, inputs)
@@ -86,7 +86,7 @@ def compare(was: Any, now: Any, inputs: tuple[Any, ...], calls: set[str], wanted
 
 
 class Names(TorchDispatchMode):
-    """The names of torchkiln's ops that are called."""
+    """Records the names of called ops of torchkiln."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -100,7 +100,7 @@ class Names(TorchDispatchMode):
 
 @pytest.fixture
 def calls() -> Iterator[set[str]]:
-    """The names of torchkiln's ops that a test calls."""
+    """The names of torchkiln's ops that are called in a test."""
     with Names() as names:
         yield names.found
 
@@ -154,7 +154,7 @@ def test_rope(calls: set[str], dtype: torch.dtype, cls: Any, places: str) -> Non
     compare(was, now, (q, k, *positions), calls, "rope")
     now._init_self_buffers()
     assert now.factors()[0].shape == (32, 4)
-    assert now.tables[0] is now.cache  # those of the new cache
+    assert now.tables[0] is now.cache  # computed from the new cache
 
 
 def test_rope_under_compile_is_torchtitans() -> None:
@@ -188,7 +188,7 @@ def test_loss(calls: set[str], dtype: torch.dtype) -> None:
 
 
 def test_sharded_tensors_run_torchtitans_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overrides, "DTensor", Tensor)  # each tensor counts as distributed
+    monkeypatch.setattr(overrides, "DTensor", Tensor)  # every tensor counts as distributed
     was, now = pair(RMSNorm.Config(normalized_shape=16), "rms_norm", torch.float32)
     x = torch.randn(3, 16)
     assert torch.equal(now(x), was(x))

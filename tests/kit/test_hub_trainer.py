@@ -1,4 +1,4 @@
-"""The callback of Hugging Face's trainer, and the plug-in of axolotl."""
+"""The callback for Hugging Face's Trainer, and the plug-in for axolotl."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ trainer_callback = pytest.importorskip("transformers.trainer_callback")
 
 
 def llama() -> Any:
-    """A tiny model."""
+    """A Llama with one layer of 32 features."""
     config = transformers.LlamaConfig(
         vocab_size=64,
         hidden_size=32,
@@ -34,17 +34,17 @@ def llama() -> Any:
 
 
 def is_replaced(model: Any) -> bool:
-    """Whether the norms have torchkiln's forward."""
+    """Whether the model's norms run torchkiln's forward."""
     return type(model.model.norm).__name__ == "KilnLlamaRMSNorm"
 
 
 def handler(callback: Any, model: nn.Module) -> Any:
-    """Transformers' caller of callbacks."""
+    """The object with which transformers calls the callback."""
     return trainer_callback.CallbackHandler([callback], model, None, None, None)
 
 
 def run(caller: Any, *events: str) -> None:
-    """Calls events of training."""
+    """Calls the callback's methods for these events."""
     for event in events:
         getattr(caller, event)(
             SimpleNamespace(), trainer_callback.TrainerState(), trainer_callback.TrainerControl()
@@ -61,7 +61,7 @@ def test_callback_replaces_once() -> None:
     assert report["model.layers.0.mlp"].reason == "skip"
     run(caller, "on_train_begin", "on_step_end", "on_train_end")
     assert callback.report is report
-    caller.model = llama()  # the model of another trial
+    caller.model = llama()  # a hyperparameter search's next model
     run(caller, "on_train_begin")
     assert is_replaced(caller.model)
 
@@ -75,7 +75,7 @@ def test_callback_refuses_a_sharded_model(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_callback_knows_its_model_in_a_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer's model is FSDP's module when training begins."""
+    """At the start of training the model may be wrapped by FSDP; it is not replaced again."""
     model, callback = llama(), hub.trainer_callback()
     caller = handler(callback, model)
     run(caller, "on_init_end")
@@ -87,7 +87,7 @@ def test_callback_knows_its_model_in_a_wrapper(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Sentences(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Eight sequences."""
+    """Eight sequences of 12 tokens."""
 
     def __len__(self) -> int:
         return 8
@@ -98,7 +98,7 @@ class Sentences(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def test_trainer(tmp_path: Path) -> None:
-    """A run with the callback has the losses of one without, and saves the same file."""
+    """Losses and saved files of a training with the callback equal those without it."""
     pytest.importorskip("accelerate", reason="transformers.Trainer requires accelerate")
     losses: list[list[float]] = []
     models: list[Any] = []
@@ -130,7 +130,7 @@ def test_trainer(tmp_path: Path) -> None:
 
 @pytest.fixture(params=["axolotl", "stand-in"])
 def plugin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The plug-in, as axolotl loads it; or with a stand-in for its base class."""
+    """The plug-in as axolotl loads it; without axolotl, on a stand-in for its base class."""
     pytest.importorskip("pydantic", reason="axolotl requires pydantic")
     name = "torchkiln.hub.axolotl"
     if request.param == "axolotl":
@@ -160,7 +160,7 @@ def test_axolotl(plugin: Any, options: dict[str, Any] | None) -> None:
 
 
 def test_axolotl_calls_the_plug_in() -> None:
-    """Through axolotl's manager, which merges the keys into the configuration."""
+    """Axolotl's manager loads the plug-in, merges its keys into the configuration and calls it."""
     base = pytest.importorskip("axolotl.integrations.base", reason="axolotl is not installed")
     manager = base.PluginManager.get_instance()
     path = "torchkiln.hub.axolotl.ReplacePlugin"

@@ -1,4 +1,4 @@
-"""Imports between modules of torchkiln: no cycle, and no function hides a module."""
+"""Imports within torchkiln have no cycle, and no function has the name of a module."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FOLDER = Path(torchkiln.__file__).parent
 
 
 def name_of(path: Path) -> str:
-    """The full name of a module of the package."""
+    """The dotted name of a module in the package's folder."""
     parts = path.relative_to(FOLDER).with_suffix("").parts
     return ".".join(["torchkiln", *(part for part in parts if part != "__init__")])
 
@@ -27,12 +27,12 @@ def name_of(path: Path) -> str:
 MODULES = {
     name_of(path): path
     for path in FOLDER.rglob("*.py")
-    if not {"templates", "kernel"} & set(path.parts)  # files that others import, by other names
+    if not {"templates", "kernel"} & set(path.parts)  # sources of generated packages
 }
 
 
 def nodes_at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements that run when a module is imported: not in functions or for type checks."""
+    """Statements that run on import: not those of functions, or below TYPE_CHECKING."""
     for node in body:
         yield node
         if isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test):
@@ -42,7 +42,7 @@ def nodes_at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def imported_by(path: Path) -> set[str]:
-    """The modules of the package that a module imports, without packages of its own path."""
+    """The package's modules that a module imports, except the packages that contain it."""
     found: set[str] = set()
     for node in nodes_at_import(ast.parse(path.read_text(encoding="utf-8")).body):
         if isinstance(node, ast.Import):
@@ -52,7 +52,7 @@ def imported_by(path: Path) -> set[str]:
             members = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= members if members <= MODULES.keys() else {node.module, *members}
     name = name_of(path)
-    # `from torchkiln import _C` in a module of torchkiln.ops reads a name of the root package.
+    # In torchkiln.ops, `from torchkiln import _C` reads a name of the package that contains it.
     return {module for module in found & MODULES.keys() if not name.startswith(module + ".")}
 
 
@@ -75,7 +75,7 @@ def test_no_name_of_a_package_hides_a_module() -> None:
 
 
 def test_no_compiler_is_imported_with_the_package() -> None:
-    """They take seconds of every process; torch.compile imports them where it is used."""
+    """No compiler is imported: that would take seconds of every process."""
     code = (
         "import sys, torch; before = set(sys.modules)\n"
         "import torchkiln; print(*(set(sys.modules) - before))"

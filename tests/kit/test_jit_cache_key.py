@@ -1,4 +1,4 @@
-"""The cache of torchkiln.jit: a change of anything that the compiler reads is compiled."""
+"""The cache of torchkiln.jit compiles again after a change of anything that the compiler reads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PARTS = 12
 
 
 def compiled(call: Call, folder: Path, patch: pytest.MonkeyPatch) -> Binary:
-    """The code of a call, from the cache or the compiler."""
+    """The machine code of a compilation, from the cache or the compiler."""
     for name in ("NVRTC_APPEND_FLAGS", "NVRTCWIZ"):
         patch.delenv(name, raising=False)
     for name, value in call.environment.items():
@@ -37,7 +37,7 @@ def compiled(call: Call, folder: Path, patch: pytest.MonkeyPatch) -> Binary:
 
 
 def prepare(variation: Variation, folder: Path, patch: pytest.MonkeyPatch) -> None:
-    """Writes the files of a variation and makes their folder the working folder."""
+    """Writes the files of a variation, and changes into their folder."""
     files = {k: v.replace(b"{folder}", str(folder).encode()) for k, v in variation.files.items()}
     (folder / "source").mkdir(parents=True)
     write(folder, files, variation.links)
@@ -45,7 +45,7 @@ def prepare(variation: Variation, folder: Path, patch: pytest.MonkeyPatch) -> No
 
 
 def change(variation: Variation, folder: Path) -> Call:
-    """Makes the change; the call that follows."""
+    """Changes the files; returns the second compilation."""
     write(folder, variation.change, variation.relinked)
     return variation.after or variation.call
 
@@ -57,7 +57,7 @@ def test_there_are_500_variations() -> None:
 
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A toolkit of empty files, and a compiler that counts its calls."""
+    """A fake toolkit of empty files, and a fake compiler; returns the list of its calls."""
     cuda = tmp_path / "cuda"
     names = ("lib/libnvrtc.so.13", "include/cuda_fp16.h", "include/crt/deep.h", "include/cub/c.h")
     write(cuda, dict.fromkeys(names, b""), {})
@@ -94,7 +94,7 @@ def test_a_change_is_a_new_entry(
 def test_the_code_is_that_of_an_empty_cache(
     nvrtc: toolkit.Toolkit, part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the compiler: each change matters, and the code is then that of an empty cache."""
+    """Each change gives other code, which equals the code compiled with an empty cache."""
     del nvrtc
     read_by_all = [
         v for v in VARIATIONS if not {**v.call.environment, **(v.after or v.call).environment}
@@ -155,7 +155,7 @@ def test_a_source_that_only_a_compiler_can_read_is_not_stored(
 def test_a_source_without_a_file_has_no_folder(
     nvrtc: toolkit.Toolkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither spelling finds a header in the working folder."""
+    """A source without a file does not find headers in the working folder, in either spelling."""
     del nvrtc
     write(tmp_path, {"z.h": b"#define VAL 1", "torchkiln/device/vec.cuh": b"#error\n"}, {})
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""torchkiln.jit with NVRTC: the cache, compile errors, processes at once."""
+"""torchkiln.jit with NVRTC: its cache, compile errors, and processes that compile concurrently."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __global__ void relu(const float* x, float* y, int n) {
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A file of kernels and a header beside it."""
+    """A file of kernels that includes a header in the same folder."""
     (tmp_path / "beside.h").write_text("constexpr float kShift = 1.0f;\n")
     (tmp_path / "my.cu").write_text(KERNELS)
     return tmp_path / "my.cu"
@@ -89,7 +89,7 @@ def test_compile_errors(nvrtc: toolkit.Toolkit, tmp_path: Path, source: str, mes
     (tmp_path / "my.cu").write_text(source)
     with pytest.raises(jit.CompileError, match=message) as caught:
         jit.load(tmp_path / "my.cu")
-    assert "__nv_name_map" not in str(caught.value)  # NVRTC's follow-up errors
+    assert "__nv_name_map" not in str(caught.value)  # NVRTC adds these errors to the first one
 
 
 def test_a_killed_process_blocks_no_other(nvrtc: toolkit.Toolkit, source: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_cache_that_cannot_be_written(
 
 
 def install(root: Path, *files: str) -> Path:
-    """A fake CUDA folder with empty files."""
+    """Creates a fake CUDA folder with these files, all empty."""
     for file in files:
         (root / file).parent.mkdir(parents=True, exist_ok=True)
         (root / file).touch()
@@ -140,7 +140,7 @@ def install(root: Path, *files: str) -> Path:
 
 @pytest.fixture
 def roots(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
-    """The CUDA folders that a look-up finds: at first none."""
+    """The CUDA folders in which toolkit.find() searches; at first none."""
     folders: list[Path] = []
     monkeypatch.setattr(toolkit, "roots", lambda: iter(folders))
     toolkit.find.cache_clear()
@@ -158,7 +158,7 @@ def test_without_nvrtc(roots: list[Path], monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_several_cudas(tmp_path: Path, roots: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python packages of CUDA 13 and 12, and a toolkit on the machine without headers."""
+    """Python packages of CUDA 13 and 12, and a toolkit without headers on the machine."""
     new = install(
         tmp_path / "cu13", "lib/libnvrtc.so.13", "include/cuda_fp16.h", "include/cccl/nv/target"
     )

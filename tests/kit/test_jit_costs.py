@@ -1,4 +1,4 @@
-"""docs/jit_costs.py: its measurements with a compiler and no GPU, and its tables."""
+"""docs/jit_costs.py runs with a compiler and without a GPU, and writes its tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("own_cache", "nvrtc")
 
 @pytest.fixture
 def costs() -> ModuleType:
-    """The script."""
+    """docs/jit_costs.py, imported."""
     path = Path(__file__).resolve().parents[2] / "docs" / "jit_costs.py"
     spec = spec_from_file_location("jit_costs", path)
     assert spec is not None
@@ -33,7 +33,7 @@ def test_all_but_the_extension(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """One process instead of many: the figures mean little, but all of them are there."""
+    """All figures are present. Every step runs in this process, so the figures mean little."""
 
     def child(*words: object, folder: Path) -> Any:
         monkeypatch.setenv("TORCHKILN_CACHE", str(folder / "cache"))
@@ -59,7 +59,7 @@ def test_all_but_the_extension(
 
 def test_results_are_checked(costs: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = costs.Problem()
-    monkeypatch.setattr(problem, "device", "cuda")  # so that results are compared
+    monkeypatch.setattr(problem, "device", "cuda")  # so that the check compares results
     problem.results = [torch.full_like(y, 5.0) for _, y in problem.pairs]
     problem.require(2.0)
     with pytest.raises(RuntimeError, match=r"got 5\.0, expected 7\.0"):

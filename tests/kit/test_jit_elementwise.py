@@ -1,4 +1,4 @@
-"""torchkiln.jit.elementwise: formulas, their derivatives, and the ops made of them."""
+"""torchkiln.jit.elementwise: formulas, their derivatives, and the ops created from them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_any_call(plan: Plan) -> None:
 
 
 def node_of(name: str) -> Call:
-    """A call of the function with x, y and z."""
+    """A call of the function with as many of x, y, z as it has arguments."""
     return Call(name, tuple(Name(letter) for letter in "xyz"[: FUNCTIONS[name].arity]))
 
 
@@ -78,7 +78,7 @@ def test_derivatives_equal_torchs(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "quick_gelu", "silu"])
 def test_derivatives_are_0_and_1_far_from_zero(name: str) -> None:
-    """Where the square and the cube of x overflow."""
+    """Derivatives are exactly 0 or 1 where the square or the cube of x overflows."""
     x = torch.tensor([1e10, 1e13, 1e20, 3e38])
     for values, expected in ((x, 1.0), (-x, 0.0)):
         found = compute(slope(node_of(name), "x"), {"x": values}, torch.float32, "cpu")
@@ -141,7 +141,7 @@ def test_wrong_formulas(expression: str, arguments: str, message: str) -> None:
     "formula", ["x" + " + x" * 98, "x" + " * x" * 98, "sin(" * 98 + "x" + ")" * 98]
 )
 def test_the_deepest_formulas(formula: str) -> None:
-    """Their second derivatives fit Python's stack."""
+    """First and second derivatives of the longest formulas do not overflow Python's stack."""
     x = torch.ones(1, dtype=torch.float64, requires_grad=True)
     (slope_of_x,) = torch.autograd.grad(jit.elementwise(formula)(x), x, create_graph=True)
     if slope_of_x.requires_grad:
@@ -150,7 +150,7 @@ def test_the_deepest_formulas(formula: str) -> None:
 
 
 def test_one_op_from_many_threads() -> None:
-    """Several formulas, so that threads look up one op while they make another."""
+    """32 threads create and call the same ops, of several formulas, concurrently."""
     start, failures = threading.Barrier(32), []
 
     def call(thread: int) -> None:
@@ -242,7 +242,7 @@ def test_the_same_formula_is_the_same_op() -> None:
     first = jit.elementwise("x * 2 + y")
     assert jit.elementwise("x * 2 + y") is first
     renamed = jit.elementwise("x * 2 + y", name="mine")
-    again = jit.elementwise("x * 3 + y", name="mine")  # a changed notebook cell does this
+    again = jit.elementwise("x * 3 + y", name="mine")  # as if a notebook's cell was changed
     assert renamed is not again
     x = torch.ones(2)
     assert torch.ops.torchkiln_jit.mine(x, x).tolist() == [4, 4]
@@ -282,12 +282,12 @@ def test_a_functor_that_was_saved_is_a_new_op(tmp_path: Path) -> None:
     assert made("struct F {};") is first
     second = made("struct F { int changed; };")
     assert second is not first
-    assert first.name != second.name  # both stay callable
+    assert first.name != second.name  # both can still be called
     assert first(torch.ones(2)).tolist() == second(torch.ones(2)).tolist() == [1, 1]
 
 
 def has_nvrtc() -> bool:
-    """Whether kernels can be compiled here."""
+    """Whether NVRTC is installed, so that kernels can be compiled."""
     try:
         toolkit.find()
     except RuntimeError:
@@ -387,7 +387,7 @@ def test_functions_on_a_gpu(name: str, dtype: torch.dtype) -> None:
 
 
 def test_a_given_gradient_on_the_cpu_and_in_transforms() -> None:
-    """Rounding passes its gradient straight through, unlike the derivative of its formula."""
+    """Gradients are those of the given formulas, also of second order and in transforms."""
     rounded = jit.elementwise(
         "floor(x * steps + 0.5) / steps + y",
         "x, y, steps=4.0",

@@ -1,4 +1,4 @@
-"""torchkiln.jit.extension: flags, look-up of the toolkit, the lock."""
+"""torchkiln.jit.extension: flags, search for a toolkit, and the lock of a build."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_missing_sources() -> None:
 
 
 def toolkit(folder: Path, version: str, libraries: str) -> Path:
-    """A fake toolkit whose nvcc prints a version."""
+    """A fake toolkit: its nvcc prints this version."""
     for name in ("bin", "include", "nvvm", libraries):
         (folder / name).mkdir(parents=True)
     nvcc = folder / "bin" / "nvcc"
@@ -77,7 +77,7 @@ def test_a_killed_build_blocks_no_other(tmp_path: Path) -> None:
         "with locked(folder): (folder / 'lock').touch(); os.kill(os.getpid(), 9)"
     )
     assert forked(code, tmp_path).returncode == -9
-    assert (tmp_path / "lock").exists()  # torch alone would wait for it
+    assert (tmp_path / "lock").exists()  # torch's own lock would wait for this file
     with cpp_extension.locked(tmp_path):
         assert not (tmp_path / "lock").exists()
 

@@ -27,12 +27,12 @@ DEVICE_HEADERS = [header for header in HEADERS if header not in HOST_ONLY]
 
 
 def includes(headers: list[str]) -> str:
-    """The lines that include the headers."""
+    """One line of #include per header."""
     return "".join(f"#include <{header}>\n" for header in headers)
 
 
 def require_cccl(nvrtc: toolkit.Toolkit, header: str) -> None:
-    """Skips a header that includes CUDA's C++ library where it is not installed."""
+    """Skips headers that include CUDA's C++ library if it is not installed."""
     found = scan(includes([header]), "inline.cu")
     uses_cccl = any(name.startswith("cuda/") for name in found.names)
     if uses_cccl and not any(folder.name == "cccl" for folder in nvrtc.includes):
@@ -47,7 +47,7 @@ def test_nvrtc_compiles_each_header_alone(nvrtc: toolkit.Toolkit, header: str) -
 
 @pytest.mark.parametrize("headers", [DEVICE_HEADERS, DEVICE_HEADERS[::-1]], ids=["a-z", "z-a"])
 def test_nvrtc_compiles_all_headers_together(nvrtc: toolkit.Toolkit, headers: list[str]) -> None:
-    """One unit holds every pair, so two headers that define the same name fail here."""
+    """All headers compile in one unit; two headers that define the same name would fail."""
     for header in headers:
         require_cccl(nvrtc, header)
     jit.inline(includes(headers) + "__global__ void k() {}").binary("sm_90a")
@@ -96,7 +96,7 @@ template __global__ void gelu_rows<__half>(const __half*, __half*, float*, int64
 
 @pytest.fixture
 def nvcc() -> Path:
-    """The compiler of a CUDA toolkit, if one is installed."""
+    """The path of nvcc, if a CUDA toolkit is installed."""
     candidates = [root / "bin" / "nvcc" for root in toolkit.roots()]
     if system := shutil.which("nvcc"):
         candidates.insert(0, Path(system))
@@ -114,7 +114,7 @@ def test_nvrtc_compiles_a_kernel(nvrtc: toolkit.Toolkit) -> None:
 
 
 def test_nvcc_compiles_the_same_kernel_with_all_headers(nvcc: Path, tmp_path: Path) -> None:
-    """nvcc compiles the headers for the host as well."""
+    """nvcc compiles all headers for the device and for the host."""
     (tmp_path / "probe.cu").write_text("#include <cuda/std/tuple>\n")
     probe = [str(nvcc), "-E", "probe.cu"]
     if subprocess.run(probe, cwd=tmp_path, capture_output=True, check=False).returncode != 0:
@@ -139,6 +139,6 @@ def test_on_a_gpu(dtype: torch.dtype, columns: int) -> None:
     truth = torch.nn.functional.gelu(x.double() * 0.5)
     spacing = torch.finfo(dtype).eps
     torch.testing.assert_close(y.double(), truth, rtol=2 * spacing, atol=2 * spacing)
-    # Rounding errors: 8 additions per thread, 10 levels of pairs, the formula itself.
+    # A thread adds 8 times, then 10 levels of pairs follow; the formula rounds, too.
     bound = 32 * torch.finfo(torch.float32).eps * truth.abs().sum(1)
     assert bool(((sums.double() - truth.sum(1)).abs() <= bound).all())

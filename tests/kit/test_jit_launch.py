@@ -1,4 +1,4 @@
-"""torchkiln.jit's launches: the calls of the driver, and kernels on a GPU."""
+"""Launches of torchkiln.jit: the calls of CUDA's driver, and kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ __global__ void relu(const float* x, float* y, int n) {
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A file of kernels and a header beside it."""
+    """A file of kernels that includes a header in the same folder."""
     (tmp_path / "beside.h").write_text("constexpr float kShift = 1.0f;\n")
     (tmp_path / "my.cu").write_text(KERNELS)
     return tmp_path / "my.cu"
 
 
 class Recorded:
-    """A fake driver: records calls, and fails in one of them."""
+    """A fake driver that records calls; the call named ``failing`` returns an error."""
 
     def __init__(self, failing: str = "") -> None:
         self.failing = failing
@@ -67,12 +67,12 @@ class Recorded:
         return called
 
     def names(self) -> list[str]:
-        """The names of the calls in order."""
+        """The names of the recorded calls, in order."""
         return [name for name, _ in self.calls]
 
 
 def use(monkeypatch: pytest.MonkeyPatch, failing: str = "") -> Recorded:
-    """Replaces the driver by a fake one."""
+    """Replaces the driver by a fake one, and returns it."""
     fake = Recorded(failing)
     monkeypatch.setattr(driver, "library", lambda: fake)
     return fake
@@ -126,7 +126,7 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> jit.Module:
-    """A module without machine code."""
+    """A module whose compiler is replaced by one that returns no machine code."""
     monkeypatch.setattr("torchkiln.jit.compile.code.build", lambda *_, **__: Binary(b"", {}))
     return jit.inline("template <class T>\n__global__ void t(T* x) {}\n__global__ void k(int n) {}")
 
@@ -225,7 +225,7 @@ __global__ void sums(const double* x, double* y) {
 
 @pytest.mark.cuda
 def test_launches_of_many_threads() -> None:
-    """Threads without a CUDA context load and launch the same kernel at once."""
+    """Threads without a CUDA context concurrently load and launch the same kernel."""
     kernel = jit.inline("__global__ void one(float* x) { x[threadIdx.x] += 1; }").one
     x = torch.zeros(8, 32, device="cuda")
     torch.cuda.synchronize()
@@ -253,7 +253,7 @@ def test_launch_in_a_graph_and_wrong_devices(source: Path) -> None:
 
 
 def test_sizes_of_the_space() -> None:
-    """The packed bytes have the size of jit_elementwise.cuh's Space."""
+    """The packed Space has as many bytes as the struct in jit_elementwise.cuh."""
     from torchkiln.jit.call.layout import layout  # noqa: PLC0415
 
     found = layout((4, 6), (torch.empty(4, 6), torch.empty(6).expand(4, 6)))

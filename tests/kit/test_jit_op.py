@@ -1,4 +1,4 @@
-"""torchkiln.jit.op: kernels as torch ops, under the contract."""
+"""torchkiln.jit.op: kernels registered as torch ops, checked by the contract."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __global__ void backward(const float* grad, const float* x, const float* gate, f
 
 @cache
 def kernels() -> jit.Module:
-    """The module, compiled for the first launch on a GPU."""
+    """The kernels; they are compiled at the first launch on a GPU."""
     return jit.inline(KERNELS)
 
 

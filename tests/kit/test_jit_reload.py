@@ -39,7 +39,7 @@ def save(path: Path, text: str, *, ago: float = 0) -> None:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A fake compiler: records the sources, and rejects those that contain "wrong"."""
+    """A fake compiler: returns the list of compiled sources, and rejects those with "wrong"."""
     sources: list[str] = []
 
     def build(source: str, path: str, names: Any, **_: Any) -> Binary:
@@ -102,7 +102,7 @@ def test_a_broken_save_is_an_error_until_the_next(saved: Path, compiled: list[st
     for _ in range(3):
         with pytest.raises(jit.CompileError, match=r"my\.cu\(1\): error: wrong"):
             kernel[1, 32](torch.ones(2))
-    assert len(compiled) == 2  # the broken version compiled once
+    assert len(compiled) == 2  # the broken version is compiled once
     save(saved, ADD + "// repaired\n")
     assert kernel.instance().code.source.endswith("// repaired\n")
 
@@ -118,12 +118,12 @@ def test_a_missing_header_that_comes_back(
             kernel.instance()
     compiled.clear()
     monkeypatch.setattr("torchkiln.jit.compile.code.build", lambda *_, **__: Binary(b"new", {}))
-    save(saved.with_name("wrong.h"), "", ago=100)  # older than all others: only its text is new
+    save(saved.with_name("wrong.h"), "", ago=100)  # an older time, but the text is new
     assert kernel.instance().code.binary("sm_80").code == b"new"
 
 
 def test_a_half_written_file_is_read_again(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An editor writes the second half of a file while its first half compiles."""
+    """A file that is saved again while it compiles is compiled again."""
 
     def build(source: str, *_: Any, **__: Any) -> Binary:
         if "half" in source:
@@ -150,7 +150,7 @@ def test_a_removed_kernel(saved: Path, compiled: list[str]) -> None:
 
 
 def test_a_replaced_file(saved: Path, compiled: list[str]) -> None:
-    """Most editors save so: the new file has another inode, and perhaps the same time."""
+    """A file replaced by another of the same size and time, as most editors save, is compiled."""
     kernel = jit.load(saved, reload=True).add
     facts = saved.stat()
     other = saved.with_name("my.cu~")
@@ -184,7 +184,7 @@ def test_a_file_that_is_missing_for_a_moment(
 
 
 def test_a_second_save_within_the_same_tick(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same size and time: detected because the text of a new file is always compared."""
+    """A change within the resolution of the file's time is found by comparing the text."""
 
     def changed_again() -> bool:
         files = Files(saved)
@@ -197,14 +197,14 @@ def test_a_second_save_within_the_same_tick(saved: Path, monkeypatch: pytest.Mon
 
     then = time.time() - 2
     assert UNSETTLED_NANOSECONDS < 1e9
-    assert not changed_again()  # a file two seconds old is not read
+    assert not changed_again()  # after two seconds the text is not compared
     monkeypatch.setattr(reload, "UNSETTLED_NANOSECONDS", 60 * 10**9)
     assert changed_again()
 
 
 def test_unchanged_files_are_not_read(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = Files(saved)
-    assert [Path(name).name for name in files.names] == ["my.cu", "by.h"]  # none of torchkiln's
+    assert [Path(name).name for name in files.names] == ["my.cu", "by.h"]  # no headers of torchkiln
 
     def refuse(*_: Any, **__: Any) -> str:
         raise AssertionError("read")

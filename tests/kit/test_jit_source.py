@@ -1,4 +1,4 @@
-"""torchkiln.jit before and after the compiler: signatures, arguments, includes, the cache."""
+"""torchkiln.jit without a compiler: signatures, arguments, includes, the cache."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_instance_of_a_template() -> None:
 
 
 def signature(parameters: str) -> Signature:
-    """The signature of a kernel k with these parameters."""
+    """The parsed signature of a kernel with these parameters."""
     return kernels_of(f"__global__ void k({parameters}) {{}}")["k"]
 
 
@@ -134,7 +134,7 @@ def test_options_that_read_files(options: tuple[str, ...], is_complete: bool) ->
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of an empty cache."""
+    """The folder of the cache, which does not exist yet."""
     monkeypatch.setenv("TORCHKILN_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "jit"
 
@@ -147,7 +147,7 @@ def test_cache(folder: Path) -> None:
     cache.write(name, binary)
     assert cache.read(name) == binary
     (file,) = (path for path in folder.rglob("*") if path.is_file())
-    file.write_bytes(file.read_bytes()[:-1])  # as a full disk does
+    file.write_bytes(file.read_bytes()[:-1])  # the last byte is missing, as with a full disk
     assert cache.read(name) is None
     cache.write(name, binary)
     assert cache.read(name) == binary
@@ -164,7 +164,7 @@ for _ in range(50):
 
 
 def test_many_processes_read_whole_files(folder: Path) -> None:
-    """Three processes write and read one cache entry."""
+    """Three processes that write and read one entry concurrently get complete data."""
     name = cache.key("shared")
     with ThreadPoolExecutor(3) as pool:
         done = list(pool.map(lambda _: forked(WRITE_AND_READ, name), range(3)))
@@ -190,7 +190,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     words = "cache folder: .* cannot be used .*Set TORCHKILN_CACHE"
     with pytest.warns(UserWarning, match=words):
         cache.write("abcd", Binary(b"", {}))
-    cache.write("abcd", Binary(b"", {}))  # warns once
+    cache.write("abcd", Binary(b"", {}))  # without a second warning
     assert cache.read("abcd") is None
 
 
@@ -222,7 +222,7 @@ def test_what_others_can_change_is_not_used(
     else:
         monkeypatch.setattr(os, "geteuid", lambda: 54321)
     assert cache.read(name) is None
-    if level == "file":  # replaced
+    if level == "file":  # a broken file is replaced
         cache.write(name, Binary(b"code", {}))
         assert cache.read(name) == Binary(b"code", {})
         return
@@ -257,7 +257,7 @@ def test_an_entry_with_a_right_digest_and_no_names(folder: Path, payload: bytes)
 
 
 def test_without_a_home_folder(tmp_path: Path) -> None:
-    """As docker run --user 12345: neither HOME nor an entry among the users."""
+    """The cache works without HOME and an entry in passwd, as in docker run --user 12345."""
     code = (
         "import os, pwd, sys, warnings\n"
         "def getpwuid(_): raise KeyError\n"
@@ -293,7 +293,7 @@ def test_unused_entries_are_removed(folder: Path, monkeypatch: pytest.MonkeyPatc
     for name, path, days in zip(names, paths, (91, 89, 91), strict=True):
         cache.write(name, Binary(b"code", {}))
         os.utime(path, times=(0, time.time() - days * cache.DAY))
-    assert cache.read(names[2]) is not None  # a use, after 91 days
-    monkeypatch.setattr(cache, "_swept", set())  # another process
+    assert cache.read(names[2]) is not None  # reading counts as a use, after 91 days
+    monkeypatch.setattr(cache, "_swept", set())  # as in another process
     cache.write(cache.key("d"), Binary(b"code", {}))
     assert [path.exists() for path in paths] == [False, True, True]

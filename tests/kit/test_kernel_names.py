@@ -1,4 +1,4 @@
-"""What explain() says about kernels: from their names, and from the figures of a launch."""
+"""Names and figures of kernels, from which explain() derives its text."""
 
 from __future__ import annotations
 
@@ -128,11 +128,11 @@ def names_in_cuda() -> set[str]:
 
 
 def test_the_access_types_are_in_the_sources() -> None:
-    """A type that is renamed in C++ must be renamed here, or explain() loses its access."""
+    """Every access type in the list that explain() reads exists in the CUDA sources."""
     known = names_in_cuda()
     assert "torchkiln::cuda::norm_rows" in known
     assert {f"torchkiln::{access.name}" for access in ACCESSES} <= known
-    assert "torchkiln::rowwise::RowTile" in known  # ITEMS
+    assert "torchkiln::rowwise::RowTile" in known  # the type whose argument ITEMS reads
     headers = (*CUDA.rglob("*.cuh"), *CUDA.rglob("*.h"))
     text = "".join(file.read_text(encoding="utf-8") for file in headers)
     for name, values in ENUMERATORS.items():
@@ -151,7 +151,7 @@ def test_names_of_kernels() -> None:
 
 
 def recorded(name: str, figures: tuple[int, ...]) -> KernelLaunch:
-    """A kernel from a launch as the binding reports it.
+    """The kernel of a launch that the binding reports with these figures.
 
     The figures: blocks, threads, cluster, dynamic and static shared bytes, registers, local bytes,
     blocks per multiprocessor, multiprocessors, most threads of a multiprocessor.

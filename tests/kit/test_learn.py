@@ -1,4 +1,4 @@
-"""The path in docs/learn: its kernels, exercises, drawings and the order of its pages."""
+"""The pages of docs/learn: their kernels, exercises, drawings and order."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_results_are_right(topic: Topic, step: Step, size: Size, dtype: torch.dt
         pytest.skip("wgmma is of compute capability 9.0")
     torch.manual_seed(0)
     require_right(topic, step, size, dtype, "cuda")
-    require_right(topic, step, size, dtype, "cuda")  # nothing is left behind by a launch
+    require_right(topic, step, size, dtype, "cuda")  # a second launch starts from the same state
 
 
 @pytest.mark.cuda
@@ -70,7 +70,7 @@ def test_the_last_reduction_has_the_same_bits() -> None:
 
 @pytest.mark.parametrize("topic", TOPICS, ids=lambda topic: topic.name)
 def test_references_are_right(topic: Topic) -> None:
-    """The shipped op computes the same on the CPU, and a wrong element is noticed."""
+    """The shipped op agrees with the reference on the CPU, and a wrong element is found."""
     torch.manual_seed(0)
     for step in topic.steps:
         if step.is_shipped:
@@ -91,7 +91,7 @@ def test_a_wrong_element_is_noticed() -> None:
 
 
 def test_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A right step beside its ceiling; a wrong one has a reason and no time."""
+    """A correct step gets a time and a ceiling; a wrong one gets a reason and no time."""
     norm = next(topic for topic in TOPICS if topic.name == "norm")
     wrong = Step("wrong", "zeros", lambda x, *_: torch.zeros_like(x))
     shipped = norm.steps[-1]
@@ -100,14 +100,14 @@ def test_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learn_measure, "SOLUTIONS", ())
     monkeypatch.setattr(learn_measure, "SECONDS", 0.0)
     count, reasons = learn_measure.check("cpu")
-    assert count == 3  # two dtypes of the small size, one of the large size
+    assert count == 3  # 2 dtypes x small size + 1 x large size
     assert list(reasons) == ["wrong zeros"]
     found = learn_measure.measure(topic, reasons, "cpu")
     assert [row["call"] for row in found] == ["copy", shipped.idea]
 
 
 def test_times_need_results() -> None:
-    """Without a file of results a table has no column for times; with one each cell is filled."""
+    """The table has a column of times only with results, and then no cell is empty."""
     names = [topic.name for topic in TOPICS]
     assert all("time" not in table(name, None) for name in names)
     topics = {
@@ -125,7 +125,7 @@ def test_drawings_are_up_to_date() -> None:
 
 
 def test_every_step_and_solution_is_on_a_page() -> None:
-    """With a drawing; pages link to files that exist."""
+    """Every step has a link and a drawing; links lead to files that exist."""
     text = "\n".join(PAGES.values())
     drawings = re.findall(r"!\[[^\]]+\]\(drawings/(\w+)\.svg\)", text)
     assert sorted(drawings) == sorted(path.stem for path in (LEARN / "drawings").glob("*.svg"))
@@ -141,7 +141,7 @@ def test_every_step_and_solution_is_on_a_page() -> None:
 
 
 def test_every_page_ends_with_the_next_one() -> None:
-    """From the square to a package, in the order of the navigation, in at most 200 lines each."""
+    """Each page links to the next in the order of the navigation, and has at most 200 lines."""
     index = (LEARN.parent / "index.md").read_text(encoding="utf-8")
     order = [f"{name}.md" for name in re.findall(r"^learn/(\S+)$", index, re.MULTILINE)]
     assert set(order) == set(PAGES)

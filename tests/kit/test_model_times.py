@@ -1,4 +1,4 @@
-"""docs/model_times.py: its models run, and its processes print lines of JSON."""
+"""docs/model_times.py runs its models, and its processes print lines of JSON."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_models_run(name: str) -> None:
 
 
 def test_own_blocks_compile_as_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timed_steps, "LEAST_STAGE", 0.01)  # a graph from a cache takes 0.2 s
+    monkeypatch.setattr(timed_steps, "LEAST_STAGE", 0.01)  # a cached graph takes 0.2 s
     counters.clear()
     compilation_time_metrics.clear()
     (row,) = measured("models", model="blocks", column="compile")
@@ -48,7 +48,7 @@ def test_own_blocks_compile_as_one_graph(monkeypatch: pytest.MonkeyPatch) -> Non
     (eager,) = measured("models", model="blocks", column="eager")
     assert row["loss"] == pytest.approx(eager["loss"], rel=1e-2)
     stages = row["compiling"]
-    assert 0 < stages["_compile.compile_inner"] <= row["start_seconds"] + 0.01  # rounded
+    assert 0 < stages["_compile.compile_inner"] <= row["start_seconds"] + 0.01  # both are rounded
     assert not row["replaced"]
 
 
@@ -58,7 +58,7 @@ def test_names_are_those_of_models() -> None:
 
 
 def lines(*words: str) -> list[Any]:
-    """The lines of a run on the CPU, which are also in its file."""
+    """The JSON lines of a run on the CPU, which its output file contains, too."""
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *words, "--tiny", "--device", "cpu", "--commit", "abc"],
         check=True,
@@ -83,7 +83,7 @@ def test_lines(tmp_path: Path) -> None:
 def test_a_model_without_causal_attention_is_skipped_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its other columns get the reason of the first, and their processes end."""
+    """The model's other columns are skipped for the same reason, and their processes are killed."""
     asked, ended = [], []
 
     def start(row: Any, *_: Any) -> Any:
@@ -108,7 +108,7 @@ def test_a_model_without_causal_attention_is_skipped_once(
 
 
 def measured(task: str, **row: Any) -> list[Any]:
-    """The measurements of a line, in this process."""
+    """The measurements of a task, computed in this process."""
     return list(MEASURES[task]({"tiny": True, "attention": "causal", **row}, CPU))
 
 
@@ -156,7 +156,7 @@ def test_columns_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     (eager,) = measured("models", model="llama", column="eager")
     for column, heads in (("fp8", 0), ("fp8 fused head", 1)):
         (row,) = measured("models", model="llama", column=column)
-        # seven layers of 32 or 64 features in each of two blocks
+        # Each of the two blocks has seven linear layers of 32 or 64 features.
         assert row["replaced"]["fp8"] == 14
         assert row["replaced"].get("head", 0) == heads
         assert row["loss"] == pytest.approx(eager["loss"], rel=2e-2)

@@ -1,4 +1,4 @@
-"""Files that `torchkiln new` writes; nox -s new builds them and runs their tests."""
+"""Files that `torchkiln new` writes; `nox -s new` builds them and runs their tests."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ NAME = "gated_scale"
 
 @pytest.fixture(params=TEMPLATES)
 def package(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A package of each template."""
+    """A new package, from each template."""
     folder = tmp_path / "made"
     write_package(NAME, request.param, folder)
     return folder
 
 
 def texts(folder: Path) -> dict[str, str]:
-    """All files below a folder."""
+    """The text of every file below a folder, by its relative path."""
     found = [path for path in folder.rglob("*") if path.is_file()]
     return {path.relative_to(folder).as_posix(): path.read_text() for path in found}
 
@@ -93,7 +93,7 @@ def test_kernels_of_a_package_do_not_include_torch(package: Path) -> None:
 def test_files_are_formatted(
     template: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Names of all lengths: a long one breaks lines of the template."""
+    """Files pass ruff for names of all lengths; a long name breaks lines of a template."""
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     if shutil.which("ruff") is None:
         pytest.skip("needs ruff")
@@ -207,7 +207,7 @@ def test_an_unknown_template(tmp_path: Path) -> None:
 
 
 def test_the_command_needs_no_torch(tmp_path: Path) -> None:
-    """Files are written at once."""
+    """`torchkiln new` works without torch."""
     code = (
         "import sys; sys.modules['torch'] = None; from torchkiln_command import main; "
         f"sys.argv = ['torchkiln', 'new', {NAME!r}]; sys.exit(main())"
@@ -256,7 +256,7 @@ def test_a_line_that_has_no_place(edit: Edit, message: str) -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """The sources that are compiled, and the list of their families."""
+    """A copy of cpp, cuda and src, with the files that list their op families."""
     folder = tmp_path / "checkout"
     left_out = shutil.ignore_patterns("__pycache__", "templates", "*.so*")
     for name in ("cpp", "cuda", "src"):
@@ -266,8 +266,8 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-# Public functions of the CPU kernels, with the arguments that each passes to its variants. An
-# elementwise op has none: the build makes its kernels.
+# Public functions of new CPU kernels, with the arguments that each passes to its variants. The
+# build generates the kernels of elementwise ops, so those have none.
 ENTRIES = {
     "elementwise": {},
     "reduction": dict.fromkeys((NAME, f"{NAME}_backward"), "arguments, begin, end"),
@@ -298,7 +298,7 @@ def test_an_op_of_this_repository(template: str, checkout: Path) -> None:
     for path in new | changed:
         assert NAME in after[path] or "GatedScale" in after[path], path
         assert not PLACEHOLDER.search(after[path].replace("TORCHKILN_PACKAGE", "")), path
-    for path in changed:  # lines were added, no line was changed
+    for path in changed:  # lines are only added
         rest = iter(after[path].splitlines())
         assert all(line in rest for line in before[path].splitlines()), path
     if ENTRIES[template]:
@@ -313,7 +313,7 @@ def test_an_op_of_this_repository(template: str, checkout: Path) -> None:
 
 
 def test_the_price_of_an_elementwise_op(checkout: Path) -> None:
-    """An op with its kernels, gradients, contract and benchmark: 7 files, 120 lines."""
+    """A new elementwise op with kernels, gradients, contract and benchmark: 7 files, 120 lines."""
     before = texts(checkout)
     written = add_op("gated_scale", "elementwise", checkout)
     after = texts(checkout)
@@ -345,7 +345,7 @@ def test_an_op_that_cannot_be_added(
 
 
 def commands_of_the_page() -> list[list[str]]:
-    """The arguments of each `torchkiln new` on its page."""
+    """The arguments of each command `torchkiln new` in docs/new.md."""
     page = (ROOT / "docs" / "new.md").read_text()
     blocks = re.findall(r"^```sh shown\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     words = [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]

@@ -57,12 +57,12 @@ SHOWN = {
     "docs/sdk.md": 1,
     "docs/shipping.md": 5,
 }
-"""Number of blocks per page that are not run."""
+"""Number of blocks marked `shown`, by page."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A piece of code of a page."""
+    """A block of code of a page: its first line, language, the word behind it, and the code."""
 
     page: str
     line: int
@@ -75,7 +75,7 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    """All of them, in order."""
+    """All blocks of a page, in order."""
     text = page.read_text(encoding="utf-8")
     found = [
         Block(
@@ -97,13 +97,13 @@ ALL = [block for page in PAGES for block in blocks(page)]
 
 
 def quoted(block: Block) -> Path | None:
-    """The file of the repository that a block is a part of."""
+    """The file of the repository that a block quotes, if its word is the path of one."""
     path = ROOT / block.word
     return path if "/" in block.word and path.is_file() else None
 
 
 def is_run(block: Block) -> bool:
-    """Whether test_page has something to do with it."""
+    """Whether test_page runs or compiles a block."""
     return block.language in ("python", "sh", "cuda") and (
         block.word in ("", "gpu") or ("/" not in block.word and block.word.endswith(".cu"))
     )
@@ -130,7 +130,7 @@ class Runner:
         self.environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"}
 
     def run(self, block: Block) -> None:
-        """One block, in the way of its language."""
+        """Runs or compiles a block, according to its language."""
         if self.nvrtc and (block.language == "cuda" or block.word == "gpu"):
             self.left_out.append(str(block))
         elif block.language == "cuda":
@@ -141,8 +141,8 @@ class Runner:
             self.python(block)
 
     def python(self, block: Block) -> None:
-        """Runs it. Without a GPU a GPU block must fail at its first launch, not earlier."""
-        lines = "\n" * block.line + block.code  # tracebacks have the page's lines
+        """Runs a block. Without a GPU a GPU block must reach its first launch, and fail there."""
+        lines = "\n" * block.line + block.code  # line numbers in tracebacks are the page's
         code = compile(lines, str(ROOT / block.page), "exec")
         if block.word == "gpu" and not torch.cuda.is_available():
             with pytest.raises(RuntimeError, match=r"torchkiln\.jit: .+: got no GPU"):
@@ -156,7 +156,7 @@ class Runner:
             self.left_out.append(str(block))
 
     def compile(self, block: Block) -> None:
-        """Writes the file, and compiles every kernel in it, templates for float."""
+        """Writes the file and compiles all its kernels; the parameters of templates are float."""
         path = self.folder / block.word
         path.write_text(block.code, encoding="utf-8")
         module = jit.load(path)
@@ -165,7 +165,7 @@ class Runner:
             module.binary("sm_90", name + floats * bool(signature.template))
 
     def shell(self, block: Block) -> None:
-        """Has bash run the lines until one fails."""
+        """Runs the lines in bash, which stops at the first error."""
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", block.code],
             cwd=self.folder,
@@ -184,7 +184,7 @@ RUN = [page for page in PAGES if any(map(is_run, blocks(page)))]
 def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHKILN_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    if page.parent.name == "learn":  # its reader is in a clone
+    if page.parent.name == "learn":  # readers of these pages work in a clone
         (tmp_path / "docs").symlink_to(ROOT / "docs")
     runner = Runner(tmp_path)
     for block in filter(is_run, blocks(page)):
@@ -194,13 +194,13 @@ def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def lines(code: str) -> list[str]:
-    """The lines of code without indentation and blank ones."""
+    """The lines of code, without indentation and empty lines."""
     return [line.strip() for line in code.splitlines() if line.strip()]
 
 
 @pytest.mark.parametrize("block", [block for block in ALL if quoted(block)], ids=str)
 def test_quoted(block: Block) -> None:
-    """A file of the repository has the very lines, in this order."""
+    """The file contains the lines of the block, in this order."""
     path = quoted(block)
     assert path is not None
     source = lines(path.read_text(encoding="utf-8"))
@@ -252,7 +252,7 @@ def test_functions_of_the_architecture_exist(path: str, function: str) -> None:
 
 
 def test_the_navigation_has_every_page() -> None:
-    """Each page is in one list of docs/index.md; a page without one is an error of Sphinx, too."""
+    """Each page is in exactly one list of docs/index.md. Sphinx, too, fails for a page in none."""
     text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     lists = re.findall(r"^```\{toctree\}\n(?::.*\n)+\n([^`]*)^```$", text, re.MULTILINE)
     named = [name for found in lists for name in found.split()]

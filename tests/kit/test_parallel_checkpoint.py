@@ -1,4 +1,4 @@
-"""Checkpoints of four processes, continued by other numbers of processes in other layouts."""
+"""Checkpoints of four processes, from which other numbers of processes and layouts continue."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def run(script: str, device: torch.device, size: int, folder: Path) -> None:
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 def test_four_processes_to_two_and_one(device: torch.device, tensor: int, tmp_path: Path) -> None:
-    """FSDP2, both, and tensor parallel become tensor parallel, FSDP2, and one process."""
+    """Two processes in another layout, and one process, continue from a checkpoint of four."""
     if device.type == "cuda" and torch.cuda.device_count() < 4:
         pytest.skip("needs 4 GPUs")
     place = tmp_path / "checkpoint"

@@ -1,4 +1,4 @@
-"""A process that dies while it trains with others."""
+"""A process is killed while it trains with others, which must end with an error."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 TIMEOUTS = {"cpu": 300.0, "cuda": 30.0}
-"""Seconds after which NCCL gives up; gloo sees at once that a connection is closed."""
-# The system resets a connection that has unread data, which depends on the load.
+"""Seconds until NCCL reports the loss; gloo detects a closed connection at once."""
+# Which error gloo has depends on the load: a connection with unread data is reset.
 ERRORS = {"cpu": r"Connection (closed|reset) by peer|Broken pipe", "cuda": "DistBackendError"}
 
 DIE = """

@@ -1,4 +1,4 @@
-"""Parallel styles and the random numbers of dropout, in several processes."""
+"""Parallel styles of modules, and random numbers of dropout, in several processes."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ assert module(ones[:, : 16 // size], zeros[:, : 16 // size]).shape == ones.shape
 
 
 def test_programs_end_after_their_checks(tmp_path: Path) -> None:
-    """Without the interpreter's own end, in which a thread of gloo may fail."""
+    """Processes end without atexit handlers and the shutdown in which a thread of gloo may fail."""
     program = tmp_path / "program.py"
     program.write_text("import atexit, os\natexit.register(os._exit, 7)\n")
     assert run([sys.executable, str(leaving(program, tmp_path))], check=False).returncode == 0

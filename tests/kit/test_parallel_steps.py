@@ -1,4 +1,4 @@
-"""docs/parallel_steps.py and docs/collectives.py: equal losses, no collective beside torch's."""
+"""docs/parallel_steps.py, docs/collectives.py: equal losses, no more collectives than torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def rows(device: torch.device, processes: int, folder: Path, *options: str) -> list[Any]:
-    """The lines of a run with small sizes."""
+    """The JSON lines of a run with small sizes."""
     words = ("--tiny", "--commit", "abc", *options)
     said = launched(DOCS / "parallel_steps.py", device, processes, folder, *words)
     return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
@@ -36,7 +36,7 @@ def test_losses_of_all_engines_are_those_of_one_process(
     assert {row["engine"] for row in found} == {"ddp", "fsdp", "tp", "fsdp+tp"}
     (expected,) = {row["loss"] for row in alone if row["modules"] == "torch"}
     for row in (*alone, *found):
-        # The table of RoPE has float64 values in one of them, float32 values in the other.
+        # RoPE's table is computed in float64 in one of both, in float32 in the other.
         assert row["loss"] == pytest.approx(expected, rel=1e-9), row
         assert 0 < row["least"] <= row["seconds"]
     blocks = {row["engine"] for row in found if row["modules"] == "blocks"}
@@ -57,7 +57,7 @@ def test_losses_of_eight_processes(device: torch.device, tmp_path: Path) -> None
 
 
 def test_losses_in_fp8_are_those_of_one_process(device: torch.device, tmp_path: Path) -> None:
-    """They differ from one another by less than from the loss without FP8."""
+    """Parallel losses differ from one process's by less than 10 % of what FP8 changes."""
     options = ("llama", "--dtype", "float32", "--scaling", "strong", "--modules")
     (plain,) = rows(device, 1, tmp_path, *options, "torchkiln")
     alone = rows(device, 1, tmp_path, *options, "fp8,blocks fp8")
@@ -76,7 +76,7 @@ def test_batch_norms_of_several_processes(
 ) -> None:
     if graph and device.type == "cpu":
         pytest.skip("CUDA graphs need a GPU")
-    # DDP refuses torch's SyncBatchNorm on a CPU.
+    # On a CPU, DDP does not accept torch's SyncBatchNorm.
     names = ["torchkiln", "local"]
     if device.type == "cuda":
         names = ["torch", *names, "fuse"]
@@ -116,11 +116,11 @@ print(json.dumps(found))
 
 
 def test_no_op_adds_a_collective() -> None:
-    """In a process of its own, for its process groups."""
+    """Collectives are counted in a new process, as they need process groups."""
     done = forked(IN_DOCS + COUNT)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
-    gathers = {"fsdp": 0, "tp": 1, "fsdp+tp": 1}  # the loss: one gather in place of three sums
+    gathers = {"fsdp": 0, "tp": 1, "fsdp+tp": 1}  # the loss gathers once, not 3 sums
     for engine, calls in found.items():
         torchs, ours = calls["torch"], calls["torchkiln"]
         assert ours["gather"] == torchs["gather"] + gathers[engine]

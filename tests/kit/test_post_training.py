@@ -1,6 +1,6 @@
-"""The recipes of docs/examples/post_training.py have the losses and gradients of their formulas.
+"""The recipes of docs/examples/post_training.py agree with the formulas of their papers.
 
-The formulas are those of the papers, in float64, from probabilities of all classes.
+Losses and gradients are computed in float64, from the probabilities of all classes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOST_LINES = 15
 
 @pytest.fixture
 def recipes(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The module of the recipes."""
+    """The example with the recipes, imported as a module."""
     monkeypatch.syspath_prepend(FOLDER)
     yield import_module("post_training")
     del sys.modules["post_training"]
@@ -48,16 +48,16 @@ class Batch:
         self.teacher_head = torch.randn(CLASSES, WIDTH + 2, **normal)
 
     def counted(self) -> list[list[int]]:
-        """The positions of each sequence whose next token counts."""
+        """The positions of each sequence whose next token belongs to the completion."""
         return [[t for t in range(TOKENS - 1) if self.mask[s, t + 1]] for s in range(SEQUENCES)]
 
     def p(self, s: int, t: int) -> Tensor:
-        """The probabilities of the token after position t."""
+        """The probabilities of all classes for the token after position t."""
         logits = self.head @ self.hidden[s, t]
         return logits.exp() / logits.exp().sum()
 
     def logp(self, s: int, t: int) -> Tensor:
-        """The log-probability of the token after position t."""
+        """The log-probability of the actual token after position t."""
         return self.p(s, t)[self.tokens[s, t + 1]].log()
 
     def sums(self) -> list[Tensor]:
@@ -69,29 +69,29 @@ class Batch:
         return [y / len(at) for y, (_, at) in zip(self.sums(), self.counts(), strict=True)]
 
     def counts(self) -> list[tuple[int, list[int]]]:
-        """Each sequence with its positions."""
+        """Pairs of a sequence's index and its positions from :meth:`counted`."""
         return list(enumerate(self.counted()))
 
 
 def log_sigmoid(x: Tensor) -> Tensor:
-    """Its formula."""
+    """-log(1 + exp(-x))."""
     return -(1 + (-x).exp()).log()
 
 
 def plain_sft(b: Batch) -> Tensor:
-    """Minus the mean over all tokens that count."""
+    """Minus the mean log-probability of all tokens of completions."""
     return -sum(b.sums()) / sum(map(len, b.counted()))  # type: ignore[return-value]
 
 
 def plain_dpo(b: Batch) -> Tensor:
-    """Two pairs: the first two sequences are chosen, the others rejected."""
+    """DPO of two pairs: sequences 0 and 1 are chosen, 2 and 3 rejected."""
     y, ref = b.sums(), b.pairs
     margins = [y[i] - ref[0, i] - (y[i + 2] - ref[1, i]) for i in range(2)]
     return -sum(log_sigmoid(0.1 * m) for m in margins) / 2  # type: ignore[return-value]
 
 
 def plain_orpo(b: Batch) -> Tensor:
-    """The negative log-likelihood and the log of the ratio of the odds."""
+    """ORPO of two pairs: log-likelihood of the chosen one, log-sigmoid of the log odds ratio."""
     y = [x.exp() for x in b.means()]
     odds = [x / (1 - x) for x in y]
     terms = [y[i].log() + 0.1 * log_sigmoid((odds[i] / odds[i + 2]).log()) for i in range(2)]
@@ -99,13 +99,13 @@ def plain_orpo(b: Batch) -> Tensor:
 
 
 def plain_simpo(b: Batch) -> Tensor:
-    """The margin of means, without a reference."""
+    """SimPO of two pairs: the margin of the mean log-probabilities, without a reference model."""
     y = b.means()
     return -sum(log_sigmoid(2.0 * (y[i] - y[i + 2]) - 1.0) for i in range(2)) / 2  # type: ignore[return-value]
 
 
 def plain_kto(b: Batch) -> Tensor:
-    """The first two sequences are good, the others are not."""
+    """KTO: sequences 0 and 1 are desirable, 2 and 3 are not."""
     y, ref, other, ref_other = b.sums(), b.pairs[:2].flatten(), b.pairs[2], b.pairs[3]
     kl = max(float((other - ref_other).mean()), 0.0)
     signs = (1, 1, -1, -1)
@@ -114,7 +114,7 @@ def plain_kto(b: Batch) -> Tensor:
 
 
 def plain_grpo(b: Batch) -> Tensor:
-    """Each token by itself."""
+    """GRPO by token: clipped ratio, 0.04 of the divergence from a reference, 0.01 of entropy."""
     each = []
     for s, at in b.counts():
         tokens = []
@@ -130,7 +130,7 @@ def plain_grpo(b: Batch) -> Tensor:
 
 
 def plain_distillation(b: Batch) -> Tensor:
-    """The divergence from the teacher to the student, both at twice the temperature."""
+    """The divergence of the student from the teacher, both at temperature 2."""
     each = []
     for s, at in b.counts():
         tokens = []
@@ -146,7 +146,7 @@ def plain_distillation(b: Batch) -> Tensor:
 
 
 def plain_on_policy_distillation(b: Batch) -> Tensor:
-    """The log-ratio to the teacher is a constant factor of each token."""
+    """The log-ratio to the teacher is a constant that weights each log-probability."""
     each = []
     for s, at in b.counts():
         y = [(b.logp(s, t), b.ref[s, t]) for t in at]
@@ -155,7 +155,7 @@ def plain_on_policy_distillation(b: Batch) -> Tensor:
 
 
 def from_recipe(name: str, recipes: ModuleType, b: Batch) -> Tensor:
-    """The loss of a recipe."""
+    """The loss of the recipe ``name`` for this batch."""
     counted = b.mask[:, 1:]
     if name == "grpo":
         import torchkiln  # noqa: PLC0415
@@ -178,7 +178,7 @@ def from_recipe(name: str, recipes: ModuleType, b: Batch) -> Tensor:
 
 
 def of_two_heads(recipes: ModuleType, b: Batch) -> Tensor:
-    """The loss of the recipe of distillation."""
+    """The loss of the distillation recipe, which has two heads."""
     states, teacher = b.hidden[:, :-1], b.teacher[:, :-1]
     return recipes.distillation(states, b.head, teacher, b.teacher_head, b.mask[:, 1:])
 

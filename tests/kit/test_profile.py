@@ -1,4 +1,4 @@
-"""The profiler's front end: it reads the output of ncu, and explains refusals."""
+"""torchkiln profile: reads the output of ncu, and explains why ncu could not run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from torchkiln.testing import SPECS
 
 # Output of `ncu --import REPORT --csv --page=raw --print-units=base` of Nsight Compute 2025.3.1 for
 # F.layer_norm and torch.add on an H200, 8192 x 8192 in bfloat16, profiled with the command of
-# torchkiln.profile.ncu. Of its 630 columns the file has those that are read, and a few others.
+# torchkiln.profile.ncu. The file has those of its 630 columns that are read, and a few others.
 RECORDED = Path(__file__).with_name("ncu-raw.csv")
 
-# A kernel of torchkiln in the same format, with messages around it. The figures are invented.
+# A kernel of torchkiln in the same format, with messages around it. The figures are made up.
 NAMES = (
     *("ID", "Process ID", "Process Name", "Host Name", "Kernel Name", "Context", "Stream"),
     *("Block Size", "Grid Size", "Device", "CC"),
@@ -124,7 +124,7 @@ def test_units_old_and_new() -> None:
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A replacement for ncu on PATH; a test writes its program."""
+    """The path of a fake ncu that comes first on PATH; a test writes its program."""
     path = tmp_path / "bin" / "ncu"
     path.parent.mkdir()
     monkeypatch.setenv("PATH", str(path.parent))
@@ -212,7 +212,7 @@ def test_the_command_on_a_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     assert "by the benchmark's clock" in out
     assert "no counters: ncu reads the counters of GPUs only" in out
     assert "relu: " in out.split("adds microseconds to the time of each op:")[1]
-    assert err == ""  # torch's profiler writes to the file descriptor
+    assert err == ""  # also empty: what torch's profiler writes to the file descriptor
     content = json.loads(path.read_text())
     assert content["schema"] == "torchkiln.profile/1"
     assert content["kernels"] == []
@@ -267,7 +267,7 @@ def test_ranges_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.cuda
 def test_the_command_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With counters or without: there is a time, and the kernel's name."""
+    """The output has a time and the kernel's name, whether or not ncu may read counters."""
     given = ["profile", "rms_norm", "--dtype=bfloat16", "--shape=4096x4096"]
     assert main([*given, f"--out={tmp_path / 'r'}"]) == 0
     assert "norm_rows" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Pages, examples and generated packages use public names, and no others."""
+"""Pages, examples and generated packages use only public names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PUBLIC = {"torchkiln", "torchkiln.nn", *(f"torchkiln.{name}" for name in torchki
 
 
 def sources() -> Iterator[tuple[str, str]]:
-    """The Python code that users copy, with its place."""
+    """Python code that users copy, each with its page or path."""
     for block in ALL:
         if block.language == "python":
             yield str(block), textwrap.dedent(block.code)
@@ -36,10 +36,10 @@ def sources() -> Iterator[tuple[str, str]]:
 
 
 def names_in(code: str) -> Iterator[str]:
-    """The full names below torchkiln that code imports or reads."""
+    """Dotted names of modules and attributes that code imports or reads."""
     try:
         tree = ast.parse(code)
-    except SyntaxError:  # an excerpt
+    except SyntaxError:  # an excerpt that is no complete statement
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -51,12 +51,12 @@ def names_in(code: str) -> Iterator[str]:
 
 
 def is_public(name: str) -> bool:
-    """Whether each module on the way to a name lists the next part."""
+    """Whether every module along a dotted name lists the next part as public."""
     first, *parts = name.split(".")
     found: object = importlib.import_module(first)
     for part in parts:
         if not isinstance(found, ModuleType):
-            return True  # an attribute of a class or a function
+            return True  # attributes of classes and functions are not listed
         listed = part in found.__all__ or f"{found.__name__}.{part}" in PUBLIC
         if not listed or not found.__name__.startswith("torchkiln"):
             return listed
@@ -65,7 +65,7 @@ def is_public(name: str) -> bool:
 
 
 def private_names(code: str) -> set[str]:
-    """The names below torchkiln that are not public."""
+    """The names below torchkiln that code uses and that are not public."""
     found = {name for name in names_in(code) if name.split(".")[0] == "torchkiln"}
     return {name for name in found if not is_public(name)}
 
@@ -107,7 +107,7 @@ def test_every_public_name_exists(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(torchkiln.__all__))
 def test_pickles_name_public_places(name: str) -> None:
-    """A model may hold a function, such as ``self.act = torchkiln.gelu``."""
+    """A pickle of a public function names torchkiln, so that models may hold it as an attribute."""
     thing = getattr(torchkiln, name)
     if isinstance(thing, FunctionType | type):
         text = pickle.dumps(thing, protocol=0)
@@ -116,7 +116,7 @@ def test_pickles_name_public_places(name: str) -> None:
 
 
 def test_submodules_are_attributes() -> None:
-    """In a process that has imported none of them; dir() lists public names only."""
+    """Submodules are imported at the first access; dir() lists exactly the public names."""
     code = (
         "import torchkiln, sys\n"
         "assert 'torchkiln.jit' not in sys.modules\n"

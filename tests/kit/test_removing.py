@@ -1,4 +1,4 @@
-"""docs/removing-an-op.md names every file that an op has or that names it."""
+"""docs/removing-an-op.md names every file of an op, and every file that mentions the op."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ PAGE = ROOT / "docs" / "removing-an-op.md"
 OP = "group_norm"
 FOLDERS = ("cpp", "cuda", "docs", "src", "tests")
 SUFFIXES = {".cpp", ".cu", ".cuh", ".h", ".md", ".py"}
-# Copies that a build makes, and files that programs write.
+# Files that a build copies or that programs write.
 WRITTEN = ("src/torchkiln/include", "docs/results", "docs/contract/")
 
 
 def listed() -> set[str]:
-    """The files and folders that the page names, for the op."""
+    """The files and folders that the page names, with OP replaced by the op's name."""
     names = re.findall(r"`([\w/.]+/|[\w/]+\.\w+)`", PAGE.read_text(encoding="utf-8"))
     return {name.replace("OP", OP) for name in names}
 
 
 def with_the_op() -> Iterator[str]:
-    """The files of the op, and those whose text has its name."""
+    """Files whose path or text contains the name of the op."""
     files = [ROOT / "README.md", ROOT / "CHANGELOG.md"]
     for folder in FOLDERS:
         files += (path for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES)
@@ -36,7 +36,7 @@ def with_the_op() -> Iterator[str]:
 
 
 def is_listed(name: str, names: set[str]) -> bool:
-    """Whether a file or its folder is among the names."""
+    """Whether a file, or a folder that contains it, is among the names."""
     return any(name == own or (own.endswith("/") and name.startswith(own)) for own in names)
 
 
@@ -47,7 +47,7 @@ def test_every_file_with_the_op_is_on_the_page() -> None:
 
 
 def test_the_page_names_no_file_without_the_op() -> None:
-    """But for the other form of a family, and a page whose headings have the name in words."""
+    """Exceptions: files that other families have, and a page that does not write the op's name."""
     found = list(with_the_op())
     unused = {own for own in listed() if not any(is_listed(name, {own}) for name in found)}
     others = {f"cuda/ops/{OP}.cu", f"cpp/cpu/{OP}.cpp", f"cpp/ops/{OP}.cpp", "docs/choosing.md"}

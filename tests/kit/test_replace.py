@@ -1,4 +1,4 @@
-"""``torchkiln.replace`` on small modules: what is found, what stays, and the way back."""
+"""``torchkiln.replace`` on small modules: which are replaced, which are not, and ``undo()``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torchkiln
 
 
 class NearlyRms(Rms):
-    """Not a norm of ours: the mean has an exponent of its own."""
+    """A module close to RMS norm: it divides by the mean of |x| instead of an RMS."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.gamma * x / (x.abs().mean(-1, keepdim=True) + self.tiny)
@@ -54,7 +54,7 @@ def test_results_and_gradients_in_other_dtypes(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_norms_round_where_the_module_does(dtype: torch.dtype) -> None:
-    """One element in 100 may differ: the sum of squares is added up in another order."""
+    """Norms round as the module does; 1 % of elements may differ by the order of the sum."""
     x = torch.randn(64, 256).to(dtype)
     norms: list[tuple[nn.Module, str]] = [
         (Rms(256), "rms_norm(round=input)"),
@@ -202,7 +202,7 @@ def test_models_on_the_meta_device() -> None:
 
 
 class Counting(nn.Module):
-    """Its forward draws a number, and changes a buffer and a list."""
+    """A module whose forward draws a number, and changes a buffer and a list."""
 
     calls: Tensor
 
@@ -218,7 +218,7 @@ class Counting(nn.Module):
 
 
 class Writing(Rms):
-    """Its forward writes to a file."""
+    """A norm whose forward creates a file."""
 
     path: Path
 
@@ -269,5 +269,5 @@ def test_undo_after_another_change_of_the_class() -> None:
 
 
 def factory() -> nn.Module:
-    """For the command line."""
+    """The model for a test of the command line."""
     return nn.Sequential(Rms(8), nn.Linear(8, 8))

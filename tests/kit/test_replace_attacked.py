@@ -1,4 +1,4 @@
-"""Modules made to be replaced wrongly: what differs from its formula in some calls stays."""
+"""Modules that differ from an op's formula only in some calls, and must not be replaced."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class ByLayout(nn.Module):
 
 
 class ByZero(nn.Module):
-    """Not a number where an input is 0."""
+    """An RMS norm that returns NaN where x is 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def test_calls_unlike_those_that_were_tried(module: nn.Module, x: Tensor) -> Non
 
 
 class ByOwn(nn.Module):
-    """Attributes with the names of methods of all modules."""
+    """A module with attributes named like methods of every module."""
 
     def __init__(self, type: str, half: float) -> None:
         super().__init__()

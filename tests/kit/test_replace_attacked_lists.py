@@ -1,4 +1,4 @@
-"""replace() and units that look around, other tensors, traces and losses."""
+"""replace() of units that inspect their callers, subclasses of tensors, traces and losses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOG: list[int] = []
 
 
 class Marked(Tensor):
-    """Doubles products."""
+    """A subclass of Tensor that doubles products."""
 
     @classmethod
     def __torch_function__(
@@ -144,7 +144,7 @@ def test_fused_forwards_follow_a_global(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class Language(nn.Module):
-    """A model with a loss that is another one for large batches."""
+    """A model whose loss has another formula for large batches."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Attention of transformers' models after ``torchkiln.replace``: causal under ``torch.compile``."""
+"""Attention of transformers' models after ``torchkiln.replace``, under ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def tokens(length: int = LENGTH) -> Tensor:
 
 
 class Compiled:
-    """A compiled model, and the masks of its calls of ``scaled_dot_product_attention``."""
+    """A compiled model; reports the masks of its calls of ``scaled_dot_product_attention``."""
 
     def __init__(self, model: nn.Module) -> None:
         torch.compiler.reset()
@@ -56,7 +56,7 @@ class Compiled:
         return graph.forward
 
     def calls(self) -> list[str]:
-        """``causal``, ``mask`` or ``all`` for each call of the last graph."""
+        """For each call of the last graph, its mask: ``causal``, ``mask`` or ``all``."""
         name = "scaled_dot_product_attention"
         nodes = [node for node in self.graphs[-1].graph.nodes if name in str(node.target)]
         return [
@@ -70,7 +70,7 @@ class Compiled:
 
 
 def training(model: Any, call: Any, **given: Any) -> list[Tensor]:
-    """The logits and the gradients of a loss."""
+    """The logits, and the gradients of a cross entropy."""
     logits = call(**given).logits
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), given["input_ids"].flatten())
     return [logits, *torch.autograd.grad(loss, list(model.parameters()))]
@@ -90,7 +90,7 @@ def test_causal_calls_get_no_mask(name: str, cached: bool) -> None:
     compiled = Compiled(model)
     torch.testing.assert_close(training(model, compiled.run, **given), expected)
     assert compiled.calls() == ["causal", "causal"]
-    longer = {"input_ids": tokens(LENGTH + 5), "use_cache": cached}  # with dynamic sizes
+    longer = {"input_ids": tokens(LENGTH + 5), "use_cache": cached}  # sizes become dynamic
     torch.testing.assert_close(compiled.run(**longer).logits, model(**longer).logits)
     assert compiled.calls() == ["causal", "causal"]
 
@@ -106,7 +106,7 @@ def test_no_graph_has_the_size_of_a_mask() -> None:
 
 
 def test_a_transformers_that_never_skips_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with older versions of torch, whose Dynamo takes each compilation for an export."""
+    """Older versions of torch report every compilation as an export, so masks are not skipped."""
     monkeypatch.setattr(masking_utils, "is_torchdynamo_exporting", lambda: True, raising=False)
     model, bert = made("Llama"), transformers.BertModel(transformers.BertConfig(**GROUPED)).eval()
     for one in (model, bert):
@@ -256,7 +256,7 @@ def test_names_outputs_copies_and_files(tmp_path: Path) -> None:
     loaded = transformers.AutoModel.from_pretrained(tmp_path / "saved")
     assert loaded.config.architectures == ["LlamaModel"]
     assert loaded.config._attn_implementation == "sdpa"
-    model = made("Llama")  # outputs of hidden states have added hooks, which have no pickle
+    model = made("Llama")  # a model that returned hidden states has hooks without a pickle
     torchkiln.replace(model, only="attention")
     torch.save((model, expected.logits), tmp_path / "model.pt")
     script = (

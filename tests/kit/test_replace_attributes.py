@@ -1,4 +1,4 @@
-"""Replaced modules read parameters, buffers and submodules as ``getattr`` does."""
+"""Replaced modules read parameters, buffers and submodules as attributes are read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ X = torch.linspace(-1, 2, 64).reshape(4, 16)
 
 
 def pair(make: Callable[[], nn.Module]) -> tuple[Any, Any]:
-    """A replaced module that was called once, and an equal one that was not replaced."""
+    """A replaced module after one call, and an equal module that is not replaced."""
     module, twin = make().eval(), make().eval()
     twin.load_state_dict(module.state_dict())
     torchkiln.replace(module)
@@ -32,7 +32,7 @@ def doubled(name: str) -> property:
 
 @pytest.mark.parametrize("make", MAKERS)
 def test_a_property_of_a_later_class(make: Callable[[], nn.Module]) -> None:
-    """As in torchtitan's FSDP, which gathers in the property."""
+    """A replaced module reads a property of its later class, as FSDP in torchtitan adds."""
     module, twin = pair(make)
     plain = twin(X)
     name = next(iter(twin._parameters))
@@ -43,7 +43,7 @@ def test_a_property_of_a_later_class(make: Callable[[], nn.Module]) -> None:
 
 
 class Gathering(dict[str, Any]):
-    """As DeepSpeed's dict of parameters, which gathers where one is read."""
+    """A dict that triples parameters on access; DeepSpeed's gathers them there."""
 
     def __getitem__(self, name: str) -> Any:
         return 3 * super().__getitem__(name)

@@ -1,4 +1,4 @@
-"""``torchkiln.replace``: batch norms, as by ``torchkiln.fuse``."""
+"""``torchkiln.replace`` fuses batch norms as ``torchkiln.fuse`` does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchkiln.patch import Replacement
 
 
 class Net(nn.Module):
-    """A convolution with a batch norm, and what else is replaced."""
+    """Convolution and batch norm, a linear layer with an activation, and a sum before a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Net(nn.Module):
 
 
 class Mixed(nn.Module):
-    """A forward with a batch norm and an activation behind a linear layer."""
+    """A linear layer, an activation and a batch norm in one forward."""
 
     def __init__(self) -> None:
         super().__init__()

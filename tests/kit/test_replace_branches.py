@@ -1,4 +1,4 @@
-"""``torchkiln.replace``: sums before a branch, and forwards below decorators."""
+"""``torchkiln.replace``: residual sums before a branch, and forwards with decorators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torchkiln
 
 
 class After(nn.Module):
-    """The parts of a layer."""
+    """The submodules of the layers below."""
 
     def __init__(self, size: int = 32) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Branch(After):
 
 
 class Reassigned(After):
-    """A layer whose condition is set after the sum: it stays as it is."""
+    """A layer whose condition reads a copy of the sum's variable: it is not replaced."""
 
     def forward(self, x: Tensor) -> Tensor:
         total = x + self.mix(x)
@@ -62,7 +62,7 @@ class Walrus(After):
 
 
 class Truth(After):
-    """A layer whose condition is a list that the sum fills."""
+    """A layer whose condition is a list to which the computation of the sum appends."""
 
     def grown(self, x: Tensor, kept: list[Tensor]) -> Tensor:
         kept.append(self.mix(x))
@@ -78,7 +78,7 @@ class Truth(After):
 
 
 def wrapped(forward: Any) -> Any:
-    """A wrapper that calls the forward twice."""
+    """A decorator whose wrapper calls the forward twice."""
 
     @functools.wraps(forward)
     def twice(self: nn.Module, x: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def wrapped(forward: Any) -> Any:
 
 
 class Decorated(After):
-    """A layer whose forward is decorated."""
+    """A layer whose forward has a decorator that calls it twice."""
 
     @wrapped
     def forward(self, x: Tensor) -> Tensor:
@@ -102,13 +102,13 @@ FORWARDS: list[Any] = []
 
 
 def tagged(forward: Any) -> Any:
-    """A decorator that marks the forward."""
+    """A decorator that sets an attribute of the forward."""
     forward.tag = 2
     return forward
 
 
 def times_tag(forward: Any) -> Any:
-    """A wrapper that reads the mark."""
+    """A decorator whose wrapper multiplies by that attribute."""
 
     @functools.wraps(forward)
     def wrapper(self: nn.Module, x: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def times_tag(forward: Any) -> Any:
 
 
 class Tagged(After):
-    """A layer whose forward has an attribute."""
+    """A layer whose forward has an attribute that its decorator reads."""
 
     @times_tag
     @tagged
@@ -129,7 +129,7 @@ class Tagged(After):
 
 
 def kept_elsewhere(forward: Any) -> Any:
-    """A wrapper that finds the forward in a list."""
+    """A decorator whose wrapper reads the forward from a list."""
     FORWARDS.append(forward)
 
     @functools.wraps(forward)
@@ -141,7 +141,7 @@ def kept_elsewhere(forward: Any) -> Any:
 
 
 class Elsewhere(After):
-    """A layer whose decorator is no function around the forward."""
+    """A layer whose decorator does not hold the forward itself."""
 
     @kept_elsewhere
     def forward(self, x: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ class Elsewhere(After):
 
 
 def around(forward: Any) -> Any:
-    """A wrapper that calls the forward through a function, beside an array and an unset name."""
+    """A decorator that calls the forward indirectly; it also holds an array and an unset name."""
     array = torch.ones(3)
     numbers: tuple[int, ...] = ()
     for unset in numbers:
@@ -169,7 +169,7 @@ def around(forward: Any) -> Any:
 
 
 class Around(After):
-    """A layer whose decorator calls the forward through another function."""
+    """A layer whose decorator calls the forward through an inner function."""
 
     @around
     def forward(self, x: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ def outcome_of(model: nn.Module, x: Tensor, other: Tensor | None) -> list[Tensor
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The fused calls, as they happen."""
+    """The names of fused calls, in order."""
     return counted(monkeypatch)
 
 
@@ -241,7 +241,7 @@ def test_other_decorators_keep_the_forward(make: type[nn.Module]) -> None:
 
 
 class Named(nn.LayerNorm):
-    """A class whose subclasses need an argument."""
+    """A norm whose subclasses need a keyword argument."""
 
     tag: str
 
@@ -250,7 +250,7 @@ class Named(nn.LayerNorm):
 
 
 class Slotted(nn.LayerNorm):
-    """A class with another layout than modules have."""
+    """A class with slots, whose layout in memory differs from that of other modules."""
 
     __slots__ = ("tag",)
 

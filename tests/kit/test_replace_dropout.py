@@ -1,4 +1,4 @@
-"""``torchkiln.replace``: dropouts before residual sums and norms."""
+"""``torchkiln.replace``: dropouts before a residual sum and a norm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZE = 32
 
 
 class Layer(nn.Module):
-    """A part, a dropout, a residual sum and a norm."""
+    """The submodules of the layers below."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Layer(nn.Module):
 
 
 class Before(Layer):
-    """The dropout is a statement, as in BERT."""
+    """The dropout is a separate statement, as in BERT."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.mix(x)
@@ -35,7 +35,7 @@ class Before(Layer):
 
 
 class Returned(Layer):
-    """As Before, with the residual on the left, and no other assignment."""
+    """The residual is on the left of the sum, and the norm is returned at once."""
 
     def forward(self, x: Tensor) -> Tensor:
         dropped = self.drop(self.mix(x))
@@ -43,7 +43,7 @@ class Returned(Layer):
 
 
 class Inside(Layer):
-    """The dropout is part of the sum."""
+    """The dropout is a part of the sum's expression."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.drop(self.mix(x))
@@ -53,14 +53,14 @@ class Inside(Layer):
 
 
 class Nested(Layer):
-    """All is one expression."""
+    """Dropout, sum and norm are one expression."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.drop(self.mix(x)) + x)
 
 
 class Twice(Layer):
-    """The dropped tensor is used again."""
+    """The result of the dropout is used again after the norm."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.drop(self.mix(x))
@@ -69,7 +69,7 @@ class Twice(Layer):
 
 
 class Between(Layer):
-    """Another statement is between dropout and sum."""
+    """A statement between the dropout and the sum changes x."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.drop(self.mix(x))
@@ -79,7 +79,7 @@ class Between(Layer):
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The probabilities of the calls of dropout_add."""
+    """The probability of each call of dropout_add."""
     found: list[float] = []
 
     def counted(x: Tensor, to: Tensor, p: float) -> Tensor:
@@ -180,7 +180,7 @@ def test_changed_dropouts_run_as_before(change: Any, calls: list[float]) -> None
 
 
 def test_other_tensors_run_as_before(calls: list[float]) -> None:
-    """A sum of two dtypes, and torch.compile, which fuses dropout and sum."""
+    """dropout_add is not called for a sum of two dtypes, or in torch.compile, which fuses both."""
     model = nn.Sequential(Before())
     torchkiln.replace(model)
     layer: Any = model[0]

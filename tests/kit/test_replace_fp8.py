@@ -1,6 +1,6 @@
-"""``torchkiln.replace(model, precision="fp8")``: which layers, their products, and the way back.
+"""``torchkiln.replace(model, precision="fp8")``: the replaced layers, their products, undo().
 
-A CPU multiplies in FP8 for tests only, so the tests lift that refusal, and the least sizes.
+The tests lift the refusal of CPUs, which only emulate FP8, and the least sizes of layers.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ SIZE, TOKENS, CLASSES = 128, 96, 304
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A CPU that is served, with layers that gain from 46 rows on."""
+    """Allows FP8 on the CPU, for layers that are faster from 46 rows on."""
 
     def nothing(*_: Any) -> str:
         return ""
 
     monkeypatch.setattr(fp8, "missing", nothing)
     monkeypatch.setattr(fp8, "LEAST", 27)
-    monkeypatch.setattr("torchkiln.nn.quantize.has_group", lambda: False)  # of another test
+    monkeypatch.setattr("torchkiln.nn.quantize.has_group", lambda: False)  # another test's group
     yield
     torch._dynamo.reset()
 
@@ -56,7 +56,7 @@ class FeedForward(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers of all kinds, and a head."""
+    """A model with layers that FP8 replaces, and others: embeddings, router, odd sizes, head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,13 +87,13 @@ def batch() -> Tensor:
 
 
 def require_product(device: torch.device) -> None:
-    """Skips on a GPU without products in FP8."""
+    """Skips on a GPU that has no products in FP8."""
     if device.type == "cuda" and (reason := fp8.found_missing("cuda", 0)):
         pytest.skip(reason)
 
 
 def named(report: Any) -> dict[str, str]:
-    """The layers that multiply in FP8."""
+    """The layers that multiply in FP8, with their new calls."""
     return {row.name: row.now for row in report.changed if "fp8" in row.now}
 
 
@@ -142,7 +142,7 @@ def test_sizes_from_which_a_product_gains() -> None:
     assert fp8.least_rows(1024, 1024) is None
     rows = fp8.least_rows(1024, 4096)
     assert rows is not None
-    assert 2048 < rows <= 4096  # 2048 rows stay in bfloat16
+    assert 2048 < rows <= 4096  # with 2048 rows bfloat16 is faster
     wide = fp8.least_rows(14336, 4096)
     assert wide is not None
     assert wide < rows
@@ -152,7 +152,7 @@ def test_sizes_from_which_a_product_gains() -> None:
 
 
 class Count(TorchDispatchMode):
-    """Counts the ops of torchkiln."""
+    """Counts the calls of torchkiln's ops."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -188,7 +188,7 @@ def test_products_are_those_of_the_op(device: torch.device) -> None:
 
 @pytest.mark.usefixtures("served")
 def test_weights_of_gate_and_up_are_trained() -> None:
-    """The joined weight is quantised again after each step, and gradients are accumulated."""
+    """Gate and up have one quantised copy, made again after each step; gradients accumulate."""
     feed: Any = FeedForward().bfloat16()
     plain: Any = FeedForward().bfloat16()
     plain.load_state_dict(feed.state_dict())
@@ -205,14 +205,14 @@ def test_weights_of_gate_and_up_are_trained() -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    feed.gate.weight.requires_grad_(False)  # the layers multiply on their own
+    feed.gate.weight.requires_grad_(False)  # now gate and up multiply separately
     feed(x[0]).float().square().sum().backward()
     assert feed.gate.weight.grad is None
     assert feed.up.weight.grad is not None
 
 
 class PackedFeed(nn.Module):
-    """A gated unit of one projection, with a dropout; ``swapped``: its second half is the gate."""
+    """A gated unit with one projection for both halves and a dropout; ``swapped`` halves."""
 
     def __init__(self, *, swapped: bool, bias: bool) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ def test_gates_of_one_projection_write_fp8(*, swapped: bool, bias: bool) -> None
     h = torchkiln.geglu(other, one) if swapped else torchkiln.geglu(one, other)
     expected = linear_fp8(h, feed.down.weight, feed.down.bias)
     with Count() as count:
-        feed(x)  # a dropout is between gate and projection
+        feed(x)  # in training, a dropout runs between gate and down
     assert not count.found["_gated_fp8"] + count.found["gated_linear_fp8"]
     feed.eval()
     with Count() as count:
@@ -283,7 +283,7 @@ def test_compiled_without_a_graph_break(device: torch.device) -> None:
     for given in (tokens, tokens[:, :32]):
         y = compiled(given)
         expected = found(given)
-        # Norms and gates are torch's in the graph: rounding differs before the same products.
+        # In the graph, torch computes norms and gates; their roundings enter the same products.
         assert (y - expected).float().norm() < 0.02 * expected.float().norm()
         y.float().square().mean().backward()
     assert not counters["graph_break"]
@@ -315,9 +315,9 @@ def test_weights_are_quantised_once_per_version() -> None:
     optimizer = torch.optim.SGD(found.parameters(), lr=1.0)
     for _ in range(2):
         with Count() as count:
-            for _ in range(3):  # micro-batches
+            for _ in range(3):  # three micro-batches
                 found(batch()).float().square().mean().backward()
-        assert count.found["quantize_weight"] == 5  # gate and up are one weight
+        assert count.found["quantize_weight"] == 5  # one per weight; gate and up share one
         optimizer.step()
 
 
@@ -339,7 +339,7 @@ def test_transforms_run_the_original_forward() -> None:
 
 @pytest.mark.usefixtures("served")
 def test_layers_that_are_slower_on_an_example_stay() -> None:
-    """All layers are slower on a CPU, which emulates the products."""
+    """Layers that are slower on the example are not replaced: on a CPU all, as FP8 is emulated."""
     found = model()
     report = torchkiln.replace(found, precision="fp8", only="linear", example=batch())
     assert not named(report)
@@ -392,7 +392,7 @@ def test_words_that_contradict_each_other(options: dict[str, Any], words: str) -
 @pytest.mark.parametrize("skip", ["own", "own.down"])
 @pytest.mark.usefixtures("served")
 def test_a_pair_or_a_layer_of_it_is_skipped(skip: str) -> None:
-    """A pair does not call its layers, so neither changes."""
+    """A pair computes both layers without calling them, so skipping one of them skips both."""
     model = nn.Module()
     model.own = torchkiln.nn.GatedMLP(SIZE, 2 * SIZE)
     model.other = nn.Linear(SIZE, SIZE)

@@ -1,4 +1,4 @@
-"""Which forwards may hand the result of a norm in FP8 to the module behind it."""
+"""Forwards that may pass the result of a norm to the next module as FP8, and others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOOP = f"for z in (1, 2):\n{indent(BEFORE, '    ')}    x = x + self.reader(y)\n"
 
 
 def function(body: str, arguments: str = "self, x") -> ast.FunctionDef:
-    """A forward with these statements."""
+    """The syntax tree of a forward with these statements."""
     (node,) = ast.parse(f"def forward({arguments}):\n{indent(body, '    ')}").body
     assert isinstance(node, ast.FunctionDef)
     return node

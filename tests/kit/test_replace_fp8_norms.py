@@ -1,7 +1,7 @@
 """``torchkiln.replace(model, precision="fp8")``: norms that write E4M3 for the layers behind them.
 
-A norm does so only if nothing else reads its result: each module below that reads it in another way
-must get a tensor.
+A norm does so only if nothing else reads its result. Each module below that reads the result in
+another way must get a tensor.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ SIZE, TOKENS = 512, 20
 
 @pytest.fixture(autouse=True)
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A CPU that is served, with layers that gain from 31 rows on."""
+    """Allows FP8 on the CPU, for layers that are faster from 31 rows on."""
     monkeypatch.setattr(fp8, "missing", lambda *_: "")
     monkeypatch.setattr(fp8, "LEAST", 27)
-    monkeypatch.setattr("torchkiln.nn.quantize.has_group", lambda: False)  # of another test
+    monkeypatch.setattr("torchkiln.nn.quantize.has_group", lambda: False)  # another test's group
     yield
     torch._dynamo.reset()
 
 
 class Attention(nn.Module):
-    """Mixes tokens."""
+    """Attention whose projections all read the argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Attention(nn.Module):
 
 
 class Feed(nn.Module):
-    """A gated unit."""
+    """A gated feed-forward layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Layer(nn.Module):
 
 
 class InlineLayer(Layer):
-    """The same in expressions."""
+    """The forward of ``Layer`` without variables."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.first(x), 0.1)[0]
@@ -96,7 +96,7 @@ class InlineLayer(Layer):
 
 
 class DeadLayer(Layer):
-    """The variables are not set again, and not read."""
+    """Each norm has its own variable, which only one call reads."""
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.first(x)
@@ -108,7 +108,7 @@ class DeadLayer(Layer):
 
 
 class PairLayer(Layer):
-    """A norm before two products that are one module, and one before a single layer."""
+    """A norm before a module with two products of the same input, and a norm before one layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,13 +133,13 @@ def passing(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class DecoratedAttention(Attention):
-    """Its decorator reads the argument."""
+    """An attention whose decorator reads the argument."""
 
     forward = passing(Attention.forward)
 
 
 class ReadingAttention(Attention):
-    """Reads the argument in an own way."""
+    """An attention that adds its argument to its result."""
 
     def forward(self, hidden_states: Tensor, scale: float = 0.1, **_: Any) -> tuple[Tensor, Any]:
         q = self.q_proj(hidden_states)
@@ -148,7 +148,7 @@ class ReadingAttention(Attention):
 
 
 class OwnAttention(Attention):
-    """Passes the argument to another function."""
+    """An attention that passes its argument to a method, too."""
 
     def forward(self, hidden_states: Tensor, scale: float = 0.1, **_: Any) -> tuple[Tensor, Any]:
         q = self.q_proj(hidden_states)
@@ -156,12 +156,12 @@ class OwnAttention(Attention):
         return self.o_proj(v + q) + scale * self.own(hidden_states), None
 
     def own(self, x: Tensor) -> Tensor:
-        """Reads the argument."""
+        """Returns the square of the argument."""
         return x.square()
 
 
 class LateLayer(Layer):
-    """Reads the norms again."""
+    """The results of the norms are read again after the calls."""
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.first(x)
@@ -175,7 +175,7 @@ class LateLayer(Layer):
 
 
 class TwiceLayer(Layer):
-    """Passes the norms on twice, and in a block that may end early."""
+    """A result is passed twice, and another one is returned if an exception is raised."""
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.first(x)
@@ -189,7 +189,7 @@ class TwiceLayer(Layer):
 
 
 class SeenLayer(Layer):
-    """Reads all variables."""
+    """A layer that reads all variables by locals()."""
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.first(x)
@@ -198,12 +198,12 @@ class SeenLayer(Layer):
 
 
 def of(attention: type[nn.Module]) -> type[Layer]:
-    """A layer with another attention."""
+    """A layer with this class of attention."""
     return type("Of" + attention.__name__, (Layer,), {"attention": attention})
 
 
 class Count(TorchDispatchMode):
-    """Counts the ops of torchkiln."""
+    """Counts the calls of torchkiln's ops."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -216,7 +216,7 @@ class Count(TorchDispatchMode):
 
     @property
     def norms(self) -> int:
-        """The norms in E4M3."""
+        """Number of calls of norms that write E4M3."""
         return sum(count for name, count in self.found.items() if "norm_fp8" in name)
 
 
@@ -231,7 +231,7 @@ def draw() -> Tensor:
 
 
 def results(found: Any, x: Tensor) -> list[Tensor]:
-    """The output, and the gradients."""
+    """The output, and the gradients of input and parameters."""
     y = found(x)
     leaves = [x, *found.parameters()]
     return [y, *torch.autograd.grad(y.float().square().sum(), leaves, materialize_grads=True)]
@@ -342,7 +342,7 @@ KEPT: dict[str, list[tuple[Any, ...]]] = {
         (2 * SIZE, SIZE, E4M3),
     ],
 }
-"""What a layer keeps for backward, beside scales and statistics: a tensor for each product."""
+"""Sizes and dtypes that a layer keeps for backward, without scales: one tensor per product."""
 
 
 def test_what_a_layer_keeps_for_backward() -> None:
@@ -355,7 +355,7 @@ def test_what_a_layer_keeps_for_backward() -> None:
         storage = tensor.untyped_storage()
         size = storage.nbytes() // tensor.itemsize
         if storage.data_ptr() not in owned and size >= 2 * TOKENS * SIZE:
-            columns = tensor.shape[-1] if tensor.dim() < 4 else SIZE  # heads of attention
+            columns = tensor.shape[-1] if tensor.dim() < 4 else SIZE  # 4-d tensors have heads
             kept.setdefault(storage.data_ptr(), (size // columns, columns, tensor.dtype))
         return tensor
 
@@ -388,7 +388,7 @@ def test_graphs_keep_the_norms() -> None:
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_exported_programs_have_the_products_of_the_layers(*, strict: bool) -> None:
-    """They may run on other devices; own modules in FP8 export their products in FP8."""
+    """Replaced layers export products without FP8, for any device; own FP8 modules export FP8."""
     found, x = model(Layer), draw().detach()
     plain = copy.deepcopy(found)
     torchkiln.replace(found, precision="fp8")

@@ -1,4 +1,4 @@
-"""torchkiln.replace of functions that compute log-probabilities, entropies and losses of tokens."""
+"""torchkiln.replace of functions that compute log-probabilities, entropies or losses of tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import torchkiln
 from torchkiln.patch.formula.recorder import DispatchMode
 
-# The formulas that TRL and verl compute, and others beside them.
+# Formulas of TRL and verl, and similar functions.
 SOURCE = '''
 import torch
 import torch.nn.functional as F
@@ -152,7 +152,7 @@ OURS = {
 
 @pytest.fixture
 def library(tmp_path: Path) -> ModuleType:
-    """A module of a file, as of a library that imports the helpers of another one."""
+    """The functions above as a module with a file, like a library's helpers."""
     file = tmp_path / "helpers.py"
     file.write_text(SOURCE)
     module = types.ModuleType("helpers")
@@ -186,7 +186,7 @@ def test_helpers_are_found_by_their_formula(library: ModuleType) -> None:
 
 
 def arguments(name: str, dtype: torch.dtype, device: torch.device) -> list[Any]:
-    """A call of a helper."""
+    """The arguments of a call of a function above."""
     torch.manual_seed(3)
     target = torch.randint(50, (3, 6), device=device)
     if name == "chunked_loss":
@@ -234,7 +234,7 @@ def test_callers_in_the_module_call_the_op(library: ModuleType) -> None:
         found = library.trained(logits, index)
     torch.testing.assert_close(found, expected)
     assert sum("logprob" in name for name in seen) == 2
-    # A chunk size was not compared: the function itself runs.
+    # Another chunk size was not compared with the op, so the function itself runs.
     assert "aten::_log_softmax" in seen
 
 

@@ -1,4 +1,4 @@
-"""``torchkiln.replace``: a head and the loss of its logits as one op."""
+"""``torchkiln.replace(head=True)``: the head and the loss of its logits become one op."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENS, FEATURES = 50, 16
 
 
 class Model(nn.Module):
-    """A model of tokens, written by hand."""
+    """A language model whose logits may be divided by a scale and capped."""
 
     def __init__(self, scale: float = 1.0, cap: float | None = None, *, bias: bool = True) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Model(nn.Module):
 
 
 class Projection(nn.Module):
-    """A layer before the head, and the head."""
+    """A linear layer, then the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Projection(nn.Module):
 
 
 class Nested(nn.Module):
-    """A head in a submodule, and a loss that is always made."""
+    """The head is in a submodule, and the loss is always computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Nested(nn.Module):
 
 
 class Flat(Nested):
-    """The loss of a flat view."""
+    """The loss reads a flat view of the logits."""
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
         scores = self.project(self.tokens(x))
@@ -85,7 +85,7 @@ class Flat(Nested):
 
 @pytest.fixture
 def losses(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The options of the losses that were computed without logits."""
+    """The options of each loss that was computed without logits."""
     found: list[dict[str, Any]] = []
 
     def kept(*args: Any, **options: Any) -> Tensor:
@@ -110,7 +110,7 @@ def made(cls: Callable[..., nn.Module] = Model, *args: Any, **options: Any) -> A
 
 
 def outcome(model: Any, *args: Any, reads: bool = True, **options: Any) -> list[Tensor]:
-    """The loss and gradients: of its sum, and of the squares of the logits where these are read."""
+    """The loss and its gradients; with ``reads``, also those of the sum of squared logits."""
     found = model(*args, **options)
     logits, loss = found if isinstance(found, tuple) else (found["logits"], found["loss"])
     total = loss.sum() + (logits.square().sum() / 100 if reads else 0)
@@ -118,7 +118,7 @@ def outcome(model: Any, *args: Any, reads: bool = True, **options: Any) -> list[
 
 
 def error(found: list[Tensor], truth: list[Tensor]) -> float:
-    """The mean error of all tensors, each relative to its norm."""
+    """The mean over tensors of the error relative to the norm."""
     pairs = zip(found, truth, strict=True)
     errors = [float(((a.double() - b).norm() / b.norm()).detach()) for a, b in pairs]
     return sum(errors) / len(errors)
@@ -139,7 +139,7 @@ FORMS: list[dict[str, Any]] = [
 def test_losses_and_gradients(
     form: dict[str, Any], dtype: torch.dtype, losses: list[dict[str, Any]]
 ) -> None:
-    """Also of the logits, where somebody reads them."""
+    """Losses and gradients agree with float64; logits can still be read."""
     model, (x, labels) = made(Model, **form).to(dtype), batch()
     reads = dtype != torch.bfloat16
     truth = outcome(copy.deepcopy(model).double(), x, labels, reads=reads)
@@ -152,7 +152,7 @@ def test_losses_and_gradients(
     found = outcome(model, x, labels, reads=reads)
     assert len(losses) == 1
     assert [y.dtype for y in found] == [y.dtype for y in expected]
-    # A mean of labels whose number is no power of two rounds a bfloat16 gradient once more.
+    # If the number of labels is no power of two, a bfloat16 gradient of a mean is rounded again.
     least = {torch.float64: 1e-14, torch.float32: 1e-7, torch.bfloat16: 1e-5}[dtype]
     assert error(found[:1], truth[:1]) <= error(expected[:1], truth[:1]) * 1.05 + least
     assert error(found, truth) <= error(expected, truth) * 1.25 + least
@@ -185,7 +185,7 @@ def test_options_of_the_loss(options: dict[str, Any], losses: list[dict[str, Any
 
 
 def test_calls_that_need_the_logits(losses: list[dict[str, Any]]) -> None:
-    """Shares of classes."""
+    """A loss with probabilities as labels is torch's, from the logits."""
     x, _ = batch()
     shares = torch.rand(16, 63, TOKENS)
 
@@ -282,7 +282,7 @@ def set_forward(model: Any) -> None:
 
 
 class Adapted(nn.Module):
-    """A layer around a head, as of LoRA."""
+    """A layer around a head, as LoRA adds."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
@@ -316,7 +316,7 @@ def test_a_changed_head_is_called(
 
 
 class Modes(Model):
-    """The logits, and losses of all rows and of some, in modes that are not those of the head."""
+    """Losses without a gradient or outside of autocast, of all rows and of some of them."""
 
     def forward(self, x: Tensor, labels: Any = None, **_: Any) -> Any:
         logits = self.head(self.layer(self.tokens(x)))
@@ -380,7 +380,7 @@ def test_an_input_that_changes_after_the_head() -> None:
 def test_reasons() -> None:
     model = made()
     assert torchkiln.replace(model, head=True, skip=["head"])["head"].reason == "skip"
-    assert type(model).forward is not Model.forward  # the loss is replaced
+    assert type(model).forward is not Model.forward  # only the loss is replaced
     report = torchkiln.replace(nn.Linear(4, 4), head=True)
     assert report["linear_cross_entropy"].reason.startswith("no forward makes a loss of tokens")
     with pytest.raises(ValueError, match=r"torchkiln\.replace: head: got 'logits', expected False"):

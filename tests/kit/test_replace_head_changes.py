@@ -1,4 +1,4 @@
-"""``torchkiln.replace(head=True)``: tensors that change between the head and the loss."""
+"""``torchkiln.replace(head=True)``: tensors that are changed between the head and the loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKENS, FEATURES = 50, 16
 
 
 class Model(nn.Module):
-    """A bias that is added to the result of the head."""
+    """A model that adds a bias to the result of the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Model(nn.Module):
 
 
 class Bits(Model):
-    """A view of the logits as another dtype."""
+    """The logits are viewed as another dtype."""
 
     def forward(self, x: Tensor, labels: Any = None) -> Any:  # type: ignore[override]
         logits = self.head(self.tokens(x))
@@ -44,7 +44,7 @@ class Bits(Model):
 
 
 def made(cls: type[Model]) -> tuple[Any, tuple[Tensor, Tensor]]:
-    """A replaced model, and its arguments."""
+    """A replaced model and its arguments."""
     torch.manual_seed(0)
     model, x = cls(), torch.randint(0, TOKENS, (4, 8))
     expected = model(x, x)
@@ -57,14 +57,14 @@ def test_a_bias_that_changes_after_it_was_added() -> None:
     model, (x, labels) = made(Model)
     expected = model(x)[0]
     with torch.no_grad():
-        # Without a loss nothing is deferred.
+        # Without labels the head runs at once.
         torch.testing.assert_close(model(x, changes=True)[0], expected)
         with pytest.raises(RuntimeError, match="an input that has changed"):
             model(x, labels, changes=True)
 
 
 def test_a_bias_that_changes_after_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits that are read then would be other ones."""
+    """Logits that are read after a change of the bias would be wrong, so an error is raised."""
     model, given = made(Model)
     read = Logits.tensor
 

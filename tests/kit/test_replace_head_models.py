@@ -83,7 +83,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 @pytest.fixture
 def losses(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The options of the losses that were computed without logits."""
+    """The options of each loss that was computed without logits."""
     found: list[dict[str, Any]] = []
 
     def kept(*args: Any, **options: Any) -> Tensor:
@@ -115,7 +115,7 @@ def batch(**options: Any) -> dict[str, Any]:
 
 
 def outcome(model: Any, **given: Any) -> list[Tensor]:
-    """The loss and its gradients."""
+    """The loss, and its gradients with respect to the parameters."""
     loss = model(**given).loss
     leaves = [x for x in model.parameters() if x.requires_grad]
     found: Any = torch.autograd.grad(loss, leaves, allow_unused=True)
@@ -123,7 +123,7 @@ def outcome(model: Any, **given: Any) -> list[Tensor]:
 
 
 class Shapes(TorchDispatchMode):  # type: ignore[misc,unused-ignore]
-    """The shapes of all results."""
+    """Records the shapes of the results of all ops."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -138,16 +138,16 @@ class Shapes(TorchDispatchMode):  # type: ignore[misc,unused-ignore]
         return result
 
     def has_logits(self) -> bool:
-        """Whether a result has all tokens and all classes."""
+        """Whether a tensor has a row of all classes for each token."""
         tokens = 2 * 11
         return any(x[-1:] == (TOKENS,) and x.numel() // TOKENS in {tokens, 24} for x in self.found)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_gradients_logits_and_undo(name: str, losses: list[dict[str, Any]]) -> None:
-    """In float64, where only the formula counts."""
+    """Results in float64 agree with the original's, so the formula is the same."""
     model, given = made(name), batch()
-    if name != "mixtral":  # its products do not take float64
+    if name != "mixtral":  # torch has no grouped product in float64
         model.double()
     keys, cls = list(model.state_dict()), type(model)
     without = {"input_ids": given["input_ids"]}
@@ -163,7 +163,7 @@ def test_losses_gradients_logits_and_undo(name: str, losses: list[dict[str, Any]
     assert len(losses) == 1
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == other.dtype
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # the loss has float32
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # the loss is float32
     output = model(**given)
     assert isinstance(OrderedDict.__getitem__(output, "logits"), waiting.Logits)
     assert torch.equal(output.logits, logits)
@@ -177,7 +177,7 @@ def test_losses_gradients_logits_and_undo(name: str, losses: list[dict[str, Any]
 
 
 def items() -> list[dict[str, Any]]:
-    """Options of transformers' losses."""
+    """Options of transformers' losses, one call each."""
     shifted = torch.randint(3, TOKENS, (2, 12))
     shifted[1, 4] = -100
     return [
@@ -269,7 +269,7 @@ def test_logits_after_a_step_of_the_optimizer() -> None:
 
 
 def test_only_the_loss() -> None:
-    """None in training mode."""
+    """With head="loss" the logits are None in training mode."""
     model, given = made("llama").train(), batch(use_cache=False)
     expected = model(**given)
     torchkiln.replace(model, head="loss")
@@ -280,7 +280,7 @@ def test_only_the_loss() -> None:
 
 
 def test_the_trainer(tmp_path: Path) -> None:
-    """Its evaluation gets logits."""
+    """The evaluation of transformers' Trainer gets logits also with head="loss"."""
     pytest.importorskip("accelerate")
     model, given = made("llama"), batch(use_cache=False)
     expected = model(**given)
@@ -311,7 +311,7 @@ def test_texts_files_and_copies(tmp_path: Path, losses: list[dict[str, Any]]) ->
 
 
 def test_losses_of_users(losses: list[dict[str, Any]]) -> None:
-    """Set before, the model stays; set after, the loss gets tensors."""
+    """A model with its own loss is not replaced; a loss that is set later gets the logits."""
 
     def squares(logits: Tensor, **_: Any) -> Tensor:
         assert type(logits) is Tensor
@@ -333,7 +333,7 @@ def test_losses_of_users(losses: list[dict[str, Any]]) -> None:
 @pytest.mark.rotates("name", 3)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "bert"])
 def test_graphs(name: str) -> None:
-    """A whole graph without logits, whose results can be read and differentiated."""
+    """torch.compile makes one graph without logits; loss, logits and gradients are torch's."""
     model, given = made(name), batch()
     expected, logits = outcome(model, **given), model(**given).logits
     torchkiln.replace(model, head=True, only="loss")

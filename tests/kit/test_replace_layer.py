@@ -1,4 +1,4 @@
-"""``torchkiln.replace``: linear layers and the activations behind them."""
+"""``torchkiln.replace``: linear layers that are fused with the activations after them."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from torchkiln.typing import Activation
 
 
 class Approximate(nn.Module):
-    """A gelu of several kernels."""
+    """The tanh approximation of gelu, written out."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 0.5 * x * (1 + torch.tanh(0.7978845608028654 * (x + 0.044715 * x**3)))
 
 
 class QuickGelu(nn.Module):
-    """As Hugging Face's QuickGELUActivation."""
+    """The formula of Hugging Face's QuickGELUActivation."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.sigmoid(1.702 * x)
 
 
 class Relu2(nn.Module):
-    """As Hugging Face's ReLUSquaredActivation."""
+    """The formula of Hugging Face's ReLUSquaredActivation."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.square(F.relu(x))
 
 
 class Inline(nn.Module):
-    """A feed-forward layer in one expression."""
+    """A feed-forward layer whose forward is one expression."""
 
     def __init__(self, act: nn.Module | None = None, size: int = 16) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Inline(nn.Module):
 
 
 class Steps(Inline):
-    """``Inline`` with one statement per module, a dropout and a helper method."""
+    """``Inline`` with a statement per module, a dropout and a helper method."""
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         x = self.fc1(x)
@@ -66,7 +66,7 @@ class Steps(Inline):
 
 
 class Returned(Inline):
-    """The activation is the result."""
+    """The forward returns the result of the activation."""
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         y = self.fc1(x * scale)
@@ -74,7 +74,7 @@ class Returned(Inline):
 
 
 class Used(Inline):
-    """Needs the values before the activation."""
+    """The input of the activation is used again, so it is not fused."""
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         y = self.fc1(x)
@@ -83,7 +83,7 @@ class Used(Inline):
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The activations of fused calls, as they happen."""
+    """The activation of each fused call, in order."""
     calls: list[str] = []
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: Activation) -> Tensor:
@@ -181,7 +181,7 @@ def test_copies_pickles_and_compiled_models() -> None:
 
 
 def test_a_layer_of_one_feature_is_no_gated_unit() -> None:
-    """As in a mixer of a single token."""
+    """The result of layers with one feature does not change, as in a mixer of a single token."""
     model = nn.Sequential()
     model.fc1, model.act, model.fc2 = nn.Linear(1, 4), nn.GELU(), nn.Linear(4, 1)
     x = torch.randn(3, 1)
@@ -192,7 +192,7 @@ def test_a_layer_of_one_feature_is_no_gated_unit() -> None:
 
 @pytest.mark.parametrize("cls", [Inline, Steps, Returned])
 def test_the_activation_is_read_when_it_was(cls: type[Inline]) -> None:
-    """Before the layer where it is one expression, and else behind it."""
+    """The forward reads the attribute ``act`` at the same time as the original forward."""
     model, x = cls().eval(), torch.randn(3, 16)
     twin = copy.deepcopy(model)
     assert torchkiln.replace(model)[""].changed

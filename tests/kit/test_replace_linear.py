@@ -1,4 +1,4 @@
-"""``torchkiln.replace``: wide linear layers."""
+"""``torchkiln.replace``: linear layers with at least 512 inputs and outputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torchkiln.patch.formula.linear as patched
 
 
 class Wide(nn.Module):
-    """A layer whose rows are no multiples of 16 bytes, and an activation."""
+    """A layer with rows that are not a multiple of 16 bytes, then an activation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def test_linear_layers_of_unaligned_rows(dtype: torch.dtype) -> None:
 
 
 class Stored(nn.Parameter):
-    """A weight of another library, which no op knows."""
+    """A subclass of Parameter, like a quantised weight of another library."""
 
     def __new__(cls, data: Tensor) -> Any:
         return Tensor._make_subclass(cls, data)
@@ -56,7 +56,7 @@ def test_weights_of_other_kinds_stay() -> None:
     torchkiln.replace(model)
     x = torch.randn(3, 512)
     expected = model(x)
-    model.up.weight = Stored(model.up.weight.detach())  # quantised after the replacement
+    model.up.weight = Stored(model.up.weight.detach())  # set after the replacement
     with torch.no_grad():
         torch.testing.assert_close(model(x), expected)
     fresh = Wide()
@@ -68,7 +68,7 @@ def test_weights_of_other_kinds_stay() -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """The sizes of weights that the op got."""
+    """The shape of the weight in each call of the op."""
     found: list[torch.Size] = []
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -113,7 +113,7 @@ def test_compiled_layers_are_torchs(traced: Callable[..., set[str]]) -> None:
 
 
 def added_one(layer: Any, x: Tensor) -> Tensor:
-    """The forward of an adapter."""
+    """The forward of an adapter: adds 1."""
     return F.linear(x, layer.weight, layer.bias) + 1
 
 

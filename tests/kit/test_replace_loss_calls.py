@@ -1,4 +1,4 @@
-"""``torchkiln.replace``: torch's losses that a forward calls."""
+"""``torchkiln.replace``: losses of torch that a forward calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchkiln.patch.source.calls import HELPERS
 
 
 def as_tuple(forward: Any) -> Any:
-    """A decorator, as of Hugging Face's models."""
+    """A decorator that returns a tuple on request, as on Hugging Face's models."""
 
     @functools.wraps(forward)
     def wrapper(self: nn.Module, *args: Any, **options: Any) -> Any:
@@ -34,7 +34,7 @@ def as_tuple(forward: Any) -> Any:
 
 
 class Head(nn.Module):
-    """A model that makes its loss in forward."""
+    """A model whose forward creates the module of the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Head(nn.Module):
 
 
 class Functional(Head):
-    """A model that calls the function of torch."""
+    """A model whose forward calls torch's function."""
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         logits = self.layer(x)
@@ -63,7 +63,7 @@ def squares(one: Tensor, other: Tensor) -> Tensor:
 
 
 class Others(Head):
-    """Losses with options that only torch has, and functions of the same name."""
+    """Losses with options that the op lacks, and other functions named cross_entropy."""
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         def called(cross_entropy: Any) -> Tensor:
@@ -77,7 +77,7 @@ class Others(Head):
 
 
 class Positions(Head):
-    """Labels behind the last class, as of positions in a text, are ignored."""
+    """The ignored label is the number of classes."""
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         logits = self.layer(x)
@@ -87,7 +87,7 @@ class Positions(Head):
 
 
 class AnyTensors(Head):
-    """A loss of any tensors."""
+    """A forward that passes any arguments to the loss."""
 
     def forward(self, *args: Any, **options: Any) -> Tensor:
         return cross_entropy(*args, **options)
@@ -95,7 +95,7 @@ class AnyTensors(Head):
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the losses that were computed by the op."""
+    """The name of each loss that the op computed."""
     found: list[str] = []
 
     def counted(called: Any) -> Any:

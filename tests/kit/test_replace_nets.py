@@ -33,7 +33,7 @@ FUSED = ("resnet18", "resnet26d", "mobilenet_v3_small", "efficientnet_b0")
 
 @pytest.fixture(params=NETS)
 def net(request: pytest.FixtureRequest, device: torch.device) -> nn.Module:
-    """A net of one of the libraries; skips without it."""
+    """A net of torchvision or timm; skips if the library is missing."""
     library, _, name = request.param.partition(":")
     pytest.importorskip(library.partition(".")[0])
     make: Callable[..., nn.Module] = getattr(importlib.import_module(library), name)
@@ -58,7 +58,7 @@ def replace_all(net: nn.Module) -> Any:
 
 @pytest.fixture(autouse=True)
 def reproducible() -> Iterator[None]:
-    """Convolutions with the same bits in each call."""
+    """Convolutions whose results repeat bit by bit."""
     with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True):
         yield
 

@@ -1,4 +1,4 @@
-"""Files of replaced models: they name no private module, and load in later versions."""
+"""Files of replaced models contain no name of a private module, and load in later versions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchkiln.patch.plan import SAVED, plan_of
 
 
 def names_in(data: bytes) -> set[str]:
-    """The modules of torchkiln in a pickle, as globals or within texts."""
+    """The names of torchkiln's modules in a pickle, in its globals and strings."""
     texts = [arg for _, arg, _ in pickletools.genops(data) if isinstance(arg, str)]
     return {text for text in texts if "torchkiln." in text}
 
@@ -38,7 +38,7 @@ def test_a_file_of_this_minor_version_loads() -> None:
     assert plans == set(SAVED.values()) - others
     torch.testing.assert_close(model(x), found["output"])
     plain = Net().eval()
-    plain.load_state_dict(model.state_dict(), assign=True)  # a weight is one repeated number
+    plain.load_state_dict(model.state_dict(), assign=True)  # the file has an expanded scalar
     torch.testing.assert_close(model(x), plain(x))
 
 
@@ -82,7 +82,7 @@ def refuse(_: Any) -> Any:
 
 
 class Rebuilt(Rms):
-    """Makes its copies by a call of the class."""
+    """A norm that is copied by calling its class."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -93,7 +93,7 @@ class Rebuilt(Rms):
 
 
 class Sized(Rms):
-    """Has an argument in ``__new__``."""
+    """A norm whose ``__new__`` has an argument."""
 
     def __new__(cls, size: int) -> Any:
         made = super().__new__(cls)

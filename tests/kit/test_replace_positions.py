@@ -1,4 +1,4 @@
-"""Forwards whose masks do not get the positions that they count, and forwards that stay."""
+"""Forwards whose masks are made without the positions they count, and forwards not rewritten."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MASKS = """
 
 
 def rewritten(body: str, scope: dict[str, Any] = SCOPE) -> str:
-    """The rewritten source of a forward; empty if it stays."""
+    """The rewritten source of a forward; "" if it is not rewritten."""
     source = f"def forward(self, x, position_ids=None, cache=None):{body}    return x, position_ids"
     (node,) = ast.parse(source).body
     assert isinstance(node, ast.FunctionDef)

@@ -1,4 +1,4 @@
-"""replace(): its report, its example and command, graphs, registered forwards and losses."""
+"""replace(): its report, example, command, graphs, registered forwards and losses."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_report_as_text_and_json() -> None:
 
 
 def test_exact_batch_norms_are_refused() -> None:
-    """They would never be found."""
+    """exact=True would find no batch norm, so only="batch_norm" raises an error."""
     with pytest.raises(ValueError, match="only: got 'batch_norm' with exact=True, expected other"):
         torchkiln.replace(nn.Sequential(), exact=True, only=["batch_norm"])
 
@@ -134,7 +134,7 @@ def test_registered_forwards_join_if_they_are_right() -> None:
 
 
 class Language(nn.Module):
-    """A model with a loss as Hugging Face's models have it."""
+    """A model with a ``loss_function`` attribute, as in Hugging Face's models."""
 
     def __init__(self, *, shifted: bool) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ def test_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
 def test_the_command_makes_a_model_with_or_without_memory(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its report is one: nothing is replaced in a model that is not kept."""
+    """A dry run makes the model on the meta device, with --real on the CPU; its report is equal."""
     code = (
         "import torch\n"
         "def model():\n"

@@ -1,4 +1,4 @@
-"""``torchkiln.replace``: residual sums and the norms behind them."""
+"""``torchkiln.replace``: residual sums that are fused with the norms after them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Norm(nn.Module):
 
 
 class Before(nn.Module):
-    """A decoder layer with norms before its parts."""
+    """A decoder layer with a norm before each part."""
 
     def __init__(self, size: int = 32) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Before(nn.Module):
 
 
 class After(nn.Module):
-    """A layer with norms of sums."""
+    """A decoder layer with a norm of each sum."""
 
     def __init__(self, size: int = 32) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class After(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Wraps the forward of each subclass, as Hugging Face's layers do."""
+    """A base that wraps the forward of each subclass, as that of Hugging Face's layers does."""
 
     checkpoints = False
 
@@ -83,7 +83,7 @@ class Checkpointed(nn.Module):
 
 
 class Layer(Checkpointed):
-    """A layer with a checkpoint."""
+    """A decoder layer whose forward can be checkpointed."""
 
     def __init__(self, size: int = 32) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Layer(Checkpointed):
 
 
 class Unlike(After):
-    """Sums that stay as they are."""
+    """Sums that are not fused with the norms behind them."""
 
     def forward(self, x: Tensor) -> Tensor:
         total = x + self.mix(x)
@@ -117,7 +117,7 @@ def outcome(model: nn.Module, x: Tensor, **options: Any) -> tuple[Tensor, list[T
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The fused calls, as they happen."""
+    """The plan of each fused call, in order."""
     calls: list[str] = []
 
     def added(plan: Any, *given: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -187,7 +187,7 @@ def test_calls_that_the_op_does_not_take_run_as_they_were(monkeypatch: pytest.Mo
     model.norm_1.register_forward_hook(lambda _m, _args, y: seen.append(y))
     torch.testing.assert_close(model(x), expected)
     assert len(seen) == len(calls) == 1
-    model.norm_2 = nn.LayerNorm(32)  # one with its own forward
+    model.norm_2 = nn.LayerNorm(32)  # a norm with its own forward
     model(x)
     assert len(calls) == 1
     broadcast = residual.add_norm(norm=model.norm_2, a=torch.randn(1, 32), b=x)
@@ -201,7 +201,7 @@ def test_the_wrapper_of_each_subclass_stays() -> None:
     assert torchkiln.replace(model)[""].now == "add_layer_norm at norm"
     model.calls, model.checkpoints = 0, True
     found = outcome(model, x)
-    assert model.calls == 2  # once more in backward
+    assert model.calls == 2  # backward runs it once more
     for one, other in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
@@ -234,7 +234,7 @@ def test_the_function_keeps_its_file_and_globals() -> None:
 
 
 class Swapping(nn.Module):
-    """A layer whose parts change the norm, or stop, in the middle of a forward."""
+    """A layer that exchanges its norms, or raises an error, within the forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class Swapping(nn.Module):
         self.stops = False
 
     def swap(self, x: Tensor) -> Tensor:
-        """Exchange the norms."""
+        """Exchange the norms, or raise an error."""
         if self.stops:
             raise KeyError
         self.norm, self.other = self.other, self.norm
@@ -252,7 +252,7 @@ class Swapping(nn.Module):
 
 
 class SwapInSum(Swapping):
-    """The norm is read after the sum."""
+    """The sum exchanges the norms before the norm is read."""
 
     def forward(self, x: Tensor) -> Tensor:
         total = x + self.swap(x)
@@ -261,7 +261,7 @@ class SwapInSum(Swapping):
 
 
 class SwapInArgument(Swapping):
-    """The norm is read before the sum."""
+    """The norm is read before its argument exchanges the norms."""
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.norm(x + self.swap(x))
@@ -269,7 +269,7 @@ class SwapInArgument(Swapping):
 
 
 class SwapBehindDropout(Swapping):
-    """The norm is read after the dropout, and the random number is drawn after its mask."""
+    """The norms are exchanged before the dropout; the norm is read after it."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.drop(self.swap(x))
@@ -278,7 +278,7 @@ class SwapBehindDropout(Swapping):
 
 
 class RandomBehindDropout(Swapping):
-    """The other summand draws random numbers behind the dropout."""
+    """The dropout draws its mask before the other summand draws random numbers."""
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.norm(self.drop(x) + torch.rand(32))
@@ -286,7 +286,7 @@ class RandomBehindDropout(Swapping):
 
 
 class Caught(Swapping):
-    """The sum is seen where the norm raises."""
+    """If the norm raises an error, the sum has already been assigned."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = x

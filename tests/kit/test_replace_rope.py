@@ -20,7 +20,7 @@ from torchkiln.patch.source.rope_calls import rope_of
 
 
 class Angles(nn.Module):
-    """Cos and sin as of Llama."""
+    """Cos and sin as in Llama."""
 
     frequencies: Tensor
 
@@ -41,7 +41,7 @@ class Angles(nn.Module):
 
 
 class OtherHalves(Angles):
-    """Angles with two different halves."""
+    """Cos and sin whose two halves differ."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         freqs = torch.arange(x.shape[1])[None, :, None] * self.frequencies
@@ -51,7 +51,7 @@ class OtherHalves(Angles):
 
 
 class ChangedInPlace(Angles):
-    """Angles whose halves differ after a change in place."""
+    """Cos and sin whose halves differ, because a copy is changed in place."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         freqs = torch.arange(x.shape[1])[None, :, None] * self.frequencies
@@ -62,7 +62,7 @@ class ChangedInPlace(Angles):
 
 
 class ChangedByAssignment(Angles):
-    """Angles whose halves differ after a sum in place, of which no name is left."""
+    """Cos and sin whose halves differ, because ``+=`` changes a variable that is not returned."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         freqs = torch.arange(x.shape[1])[None, :, None] * self.frequencies
@@ -73,7 +73,7 @@ class ChangedByAssignment(Angles):
 
 
 class Attention(nn.Module):
-    """Scores of rotated queries and keys."""
+    """Products of rotated queries and keys."""
 
     def __init__(self, angles: nn.Module | None = None) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Attention(nn.Module):
 
 
 class InFront(Attention):
-    """Heads behind the tokens."""
+    """The dimension of heads follows that of tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
         q = self.q(x).unflatten(-1, (-1, 8))
@@ -104,7 +104,7 @@ class InFront(Attention):
 
 
 class OfAVariable(Attention):
-    """A dimension that is no constant."""
+    """The dimension is a variable, not a constant."""
 
     def forward(self, x: Tensor, dim: int = 1) -> Tensor:
         q = self.q(x).unflatten(-1, (-1, 8)).transpose(1, 2)
@@ -139,7 +139,7 @@ class Copied(Attention):
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
-    """The dtypes of the calls of the op by replaced forwards, after the search."""
+    """The dtype of each rotation that the op computes in a replaced forward, after replace()."""
     found: list[torch.dtype] = []
     rotated = rotation.Rotation.rotated
 
@@ -241,7 +241,7 @@ def test_inference_mode_and_changed_results(calls: list[torch.dtype]) -> None:
     torchkiln.replace(model, only="rope")
     with torch.inference_mode():
         model(x)
-    assert not calls  # changes of such tensors are not counted
+    assert not calls  # inference tensors have no counter of changes
     other = made(Attention)
     for one in (model, other):
         one.angles.register_forward_hook(change_result)
@@ -263,7 +263,7 @@ def test_a_changed_function(calls: list[torch.dtype], monkeypatch: pytest.Monkey
 
 
 def test_other_layouts_and_dtypes(calls: list[torch.dtype]) -> None:
-    torchkiln.replace(made(Attention), only="rope")  # proves the function
+    torchkiln.replace(made(Attention), only="rope")  # compares the function with the op
     rotate = rope_of(as_llama)
     cos = torch.randn(2, 5, 4).repeat(1, 1, 2)
     cos, sin = angles.noted((cos.clone(), cos.clone()), "halves")

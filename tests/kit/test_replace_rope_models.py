@@ -101,7 +101,7 @@ def test_rotations_by_several_positions_stay() -> None:
 
 
 def test_other_orders_of_elements_stay() -> None:
-    """DeepSeek-V3 has the pairs of a head as neighbours before and as halves after."""
+    """DeepSeek-V3's rotation reads adjacent pairs and writes halves, so it is not replaced."""
     ranks = {"kv_lora_rank": 8, "q_lora_rank": 8, "v_head_dim": 8}
     heads = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "n_routed_experts": 4}
     model = causal("DeepseekV3", {**GROUPED, **ranks, **heads, "n_group": 1, "topk_group": 1})

@@ -1,4 +1,4 @@
-"""``torchkiln.replace``: linear layers of one input."""
+"""``torchkiln.replace``: linear layers that read the same input."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOW = "one sum of gradients for q, k, v"
 
 
 class Layer(nn.Module):
-    """Three layers and a fourth."""
+    """Three layers for the same input, and an output layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Attention(Layer):
 
 
 class Inline(Layer):
-    """Several calls in one statement."""
+    """One statement calls all layers."""
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.out(self.q(x).sigmoid() * self.k(x) + self.v(x))
@@ -49,7 +49,7 @@ class Inline(Layer):
 
 
 class Partial(Layer):
-    """An output without a gradient."""
+    """One of the outputs is detached."""
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.q(x), self.k(x), self.v(x)
@@ -57,7 +57,7 @@ class Partial(Layer):
 
 
 class Changed(Layer):
-    """The variable is another one at each call."""
+    """The variable is assigned again between the calls."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.q(x)
@@ -66,7 +66,7 @@ class Changed(Layer):
 
 
 class Read(Layer):
-    """Something else uses the variable in between, which may change it."""
+    """Another call between reads the variable, and might change it."""
 
     def forward(self, x: Tensor) -> Tensor:
         q = self.q(x)
@@ -76,7 +76,7 @@ class Read(Layer):
 
 
 class Branch(Layer):
-    """Calls that may not run."""
+    """Some calls depend on a condition."""
 
     def forward(self, x: Tensor) -> Tensor:
         q = self.q(x)
@@ -87,7 +87,7 @@ class Branch(Layer):
 
 
 class Effects(Layer):
-    """Something between the calls may change the variable or a layer."""
+    """Methods that change the input or a layer between the calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,24 +95,24 @@ class Effects(Layer):
         self.seen: list[str] = []
 
     def choose(self) -> None:
-        """Exchange a layer."""
+        """Exchange the layers k and other."""
         self.k, self.other = self.other, self.k
 
     def check(self, _: Tensor) -> Tensor:
-        """Raise."""
+        """Record the call and raise an error."""
         self.seen.append("check")
         raise KeyError
 
     @property
     def scale(self) -> float:
-        """A number, which is computed in a way that changes a layer."""
+        """A property that doubles a weight when it is read."""
         with torch.no_grad():
             self.k.weight.mul_(2)
         return 2.0
 
 
 class ThroughView(Effects):
-    """The variable is changed through a view."""
+    """The input is changed through a view between the calls."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = x[:, 0]
@@ -122,7 +122,7 @@ class ThroughView(Effects):
 
 
 class ThroughName(Effects):
-    """The variable is changed under another name."""
+    """The input is changed through a second variable between the calls."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = x
@@ -132,7 +132,7 @@ class ThroughName(Effects):
 
 
 class Exchanged(Effects):
-    """A method exchanges a layer."""
+    """A method exchanges a layer between the calls."""
 
     def forward(self, x: Tensor) -> Tensor:
         q = self.q(x)
@@ -141,7 +141,7 @@ class Exchanged(Effects):
 
 
 class Stored(Effects):
-    """A statement exchanges a layer."""
+    """An assignment exchanges a layer between the calls."""
 
     def forward(self, x: Tensor) -> Tensor:
         q = self.q(x)
@@ -150,7 +150,7 @@ class Stored(Effects):
 
 
 class Property(Effects):
-    """Reading an attribute changes a layer."""
+    """Reading a property changes a layer between the calls."""
 
     def forward(self, x: Tensor) -> Tensor:
         q = self.q(x) * self.scale
@@ -158,7 +158,7 @@ class Property(Effects):
 
 
 class First(Effects):
-    """A call before the layer in its statement changes the variable."""
+    """The input is changed in place within the statement of the first call."""
 
     def forward(self, x: Tensor) -> Tensor:
         q = x.mul_(2) + self.q(x)
@@ -166,7 +166,7 @@ class First(Effects):
 
 
 class Raises(Effects):
-    """A method raises between the calls."""
+    """A method raises an error between the calls."""
 
     def forward(self, x: Tensor) -> Tensor:
         q = self.check(self.q(x))
@@ -175,7 +175,7 @@ class Raises(Effects):
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of layers in calls of the function, for inputs of any size."""
+    """The number of layers in each shared call; inputs of any size are shared."""
     found: list[int] = []
     function: Any = shared.SharedInput.apply
 
@@ -189,7 +189,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def outcome(model: nn.Module, x: Tensor, *, twice: bool) -> list[Tensor]:
-    """The output and the gradients, also of second order if ``twice``."""
+    """The output and the gradients; with ``twice``, also those of second order."""
     y = model(x)
     leaves = [x, *(p for p in model.parameters() if p.requires_grad)]
     first: Any = torch.autograd.grad(y.sin().sum(), leaves, create_graph=twice, allow_unused=True)
@@ -257,7 +257,7 @@ def test_effects_between_the_calls(make: type[Effects], calls: list[int]) -> Non
 
 
 class Normed(Layer):
-    """Norms between the layers, as in Qwen3."""
+    """A layer with norms of q and k, as in Qwen3."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,7 +289,7 @@ def test_norms_between_the_layers(only: list[Kind], calls: list[int]) -> None:
 
 
 class Zeroed(Layer):
-    """The input is changed after the calls."""
+    """The input is zeroed after the calls, before backward."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * 1
@@ -310,7 +310,7 @@ def test_frozen_layers_do_not_keep_their_input(calls: list[int]) -> None:
     (expected,) = torch.autograd.grad((model.q(x) * model.k(x)).sum(), x)
     torch.testing.assert_close(found, expected)
     assert calls == [2, 2]
-    model.k.weight.requires_grad_()  # torch keeps the input for one layer, and not for the other
+    model.k.weight.requires_grad_()  # torch saves the input for k only
     model(x)
     assert calls == [2, 2]
 
@@ -321,7 +321,7 @@ def test_options_that_leave_them(options: dict[str, Any]) -> None:
 
 
 class Low(nn.Linear):
-    """A layer with an adapter."""
+    """A linear layer whose forward is overridden, as an adapter's."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * 2
@@ -351,7 +351,7 @@ def test_changed_layers_are_called(change: Any, calls: list[int]) -> None:
 
 
 def test_where_torchs_layers_run(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a gradient, under autocast, compiled, transformed, and for small inputs."""
+    """Torch's layers run without gradients, under autocast, compiled, transformed, or if small."""
     model = nn.Sequential(Attention())
     torchkiln.replace(model)
     x = torch.randn(2, SIZE, requires_grad=True)

@@ -1,4 +1,4 @@
-"""``torchkiln.replace``: the source of a forward is the code that runs, and classes stay unseen."""
+"""``torchkiln.replace``: a forward's source must be the running code; registries see no class."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Block(Base):
 
 
 def imported(path: Path, source: str) -> types.ModuleType:
-    """A module from a file."""
+    """A module imported from a new file with this source."""
     path.write_text(source)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
@@ -50,7 +50,7 @@ def imported(path: Path, source: str) -> types.ModuleType:
 
 
 def check(model: Any, why: str = "") -> None:
-    """Whether a model computes the same after it was replaced, or left alone for a reason."""
+    """Replaces a model, and checks results. ``why``: the expected reason, if it is not replaced."""
     x = torch.randn(3, 32)
     expected = model(x)
     report = torchkiln.replace(model)
@@ -92,7 +92,7 @@ def test_swapped_code_is_not_the_source(tmp_path: Path) -> None:
 
 
 def test_instrumented_code_is_not_the_source(tmp_path: Path) -> None:
-    """As by import hooks of type checkers."""
+    """Code that an import hook has changed, as type checkers' hooks do, is not replaced."""
     path = tmp_path / "instrumented.py"
     path.write_text(SOURCE)
     seen: list[int] = []
@@ -108,14 +108,14 @@ def test_instrumented_code_is_not_the_source(tmp_path: Path) -> None:
 
 
 def test_code_without_a_file_is_compared_with_the_lines_of_linecache() -> None:
-    """As in a notebook."""
+    """The forward of a notebook's cell is replaced."""
     name = "<cell 1>"
     linecache.cache[name] = (len(SOURCE), None, SOURCE.splitlines(keepends=True), name)
     scope: dict[str, Any] = {"__name__": "cell"}
     exec(compile(SOURCE, name, "exec"), scope)
     check(scope["Block"]())
     del linecache.cache[name]
-    check(scope["Block"]())  # the code was compared before
+    check(scope["Block"]())  # this code was compared before
     text.PROVEN.clear()
     assert not [row for row in torchkiln.replace(scope["Block"]()).rows if row.kind == "residual"]
 
@@ -166,7 +166,7 @@ def test_a_forward_that_reads_its_variables_stays(tmp_path: Path, reader: str) -
 
 
 def test_annotations_in_a_forward_are_computed_as_before(tmp_path: Path) -> None:
-    """The file has no ``from __future__ import annotations``, as this one and torchkiln's have."""
+    """Annotations are evaluated: the new function has no ``from __future__ import annotations``."""
     source = SOURCE.replace(
         "return self.norm(x + self.mix(x)) * 1",
         "def inner(y: seen.append(1)): return y\n"
@@ -183,7 +183,7 @@ def test_annotations_in_a_forward_are_computed_as_before(tmp_path: Path) -> None
 
 
 def test_the_function_has_no_name_of_ours(tmp_path: Path) -> None:
-    """A parameter may have any name, and globals stay as they are."""
+    """Any name of a parameter works, and the module's globals do not change."""
     source = SOURCE.replace("self, x):", "self, x, *, module=None, original=None):")
     module = imported(tmp_path / "options.py", source)
     names = set(vars(module))
@@ -198,7 +198,7 @@ REGISTRY: dict[str, type] = {}
 
 
 class Recorded(nn.Module):
-    """Records each subclass by a key that it inherits, as registries do."""
+    """A base that records each subclass under an inherited key, as registries do."""
 
     key = "recorded"
 
@@ -208,12 +208,12 @@ class Recorded(nn.Module):
 
 
 class Meta(abc.ABCMeta):
-    """Records each class."""
+    """A metaclass that records each class."""
 
     made: ClassVar[list[str]] = []
 
     def __new__(cls, name: str, bases: Any, scope: Any, **options: Any) -> Any:
-        """A class."""
+        """Record the name, and create the class."""
         cls.made.append(name)
         return super().__new__(cls, name, bases, scope, **options)
 
@@ -223,7 +223,7 @@ class Meta(abc.ABCMeta):
 
 
 class Block(Recorded, metaclass=Meta):
-    """A block with a recorded class."""
+    """A block whose base and metaclass record its class."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ class Block(Recorded, metaclass=Meta):
 
 
 class Other(nn.Module, metaclass=Meta):
-    """Another class of the same metaclass."""
+    """A second class with the metaclass."""
 
 
 def test_registries_of_classes_do_not_see_ours() -> None:
@@ -248,7 +248,7 @@ def test_registries_of_classes_do_not_see_ours() -> None:
     assert made.__bases__ == (Block,)
     assert (REGISTRY, Meta.made) == before
     assert REGISTRY["recorded"] is Block
-    # The caches of isinstance() are those of the class.
+    # isinstance() of an abstract class reads a cache of the class.
     assert isinstance(model, Block)
     assert not isinstance(Block(), made)
     assert not isinstance(Other(), made)

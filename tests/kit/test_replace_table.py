@@ -1,4 +1,4 @@
-"""``torchkiln.replace``, then ``torch.compile``: which ops a table of measured times leaves."""
+"""``torchkiln.replace``, then ``torch.compile``: a table of measured times selects the ops."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Model(nn.Module):
 
 
 class Dropped(nn.Module):
-    """A dropout before a sum."""
+    """A dropout before a sum and a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Dropped(nn.Module):
 
 
 OURS = {"layer_norm", "add_rms_norm", "linear", "softmax", "cross_entropy"}
-"""The ops of the replaced model whose calls stay calls in a graph."""
+"""Ops of the replaced model that a graph without a table contains."""
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +63,7 @@ def without_compiled_code() -> Iterator[None]:
 
 @pytest.fixture
 def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Names a table with the quotient of both times, or several for several lengths of rows."""
+    """Writes a table with the speed-up of each op by length of rows, and sets its path."""
 
     def write(**gains: dict[int, float]) -> None:
         rows = [
@@ -79,7 +79,7 @@ def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def ops_of(model: nn.Module, *args: Tensor, dynamic: bool = False) -> set[str]:
-    """The names of our ops in the graph that Dynamo records, after comparing the results."""
+    """Compares the results; returns the names of our ops in the graph that Dynamo records."""
     found: list[fx.GraphModule] = []
 
     def kept(graph: fx.GraphModule, _: Any) -> Any:
@@ -111,7 +111,7 @@ def test_ops_without_times_stay() -> None:
 
 @pytest.mark.parametrize("op", ["", *sorted(OURS)])
 def test_ops_that_are_slower_become_those_of_torch(op: str, use: Callable[..., None]) -> None:
-    """All of them, or all but one."""
+    """Ops that the table has as slower are torch's in the graph: all, or all but one."""
     of_kernels = {"layer_norm": "add_layer_norm"}
     gains = {of_kernels.get(name, name): {COLUMNS: 1.1 if name == op else 1.0} for name in OURS}
     use(**gains)
@@ -124,7 +124,7 @@ def test_a_norm_without_its_sum(use: Callable[..., None]) -> None:
 
 
 def test_the_nearest_length_decides(use: Callable[..., None]) -> None:
-    """Also of a symbolic size: then it gets a guard."""
+    """The row of the table with the nearest length decides, for dynamic sizes through a guard."""
     use(softmax={8: 2.0, 128: 0.5})
     model = nn.Sequential(nn.Softmax(-1))
     torchkiln.replace(model)
@@ -138,7 +138,7 @@ def test_a_dropout_is_ours_where_it_was_measured(use: Callable[..., None]) -> No
     model = Dropped()
     torchkiln.replace(model)
     x = torch.randn(4, COLUMNS)
-    assert ops_of(model, x) == {"add_layer_norm"}  # Inductor fuses the dropout and the sum
+    assert ops_of(model, x) == {"add_layer_norm"}  # Inductor fuses dropout and sum
     torch.compiler.reset()
     use(dropout_add={COLUMNS: 3.0})
     assert ops_of(model, x) == {"layer_norm", "_dropout_state", "_dropout_add_with_state"}

@@ -23,7 +23,7 @@ ROPE = {"rope": 2, "cos and sin for rope": 1}
 
 
 def causal(name: str, **sizes: Any) -> nn.Module:
-    """A model for text by the name of its family."""
+    """A causal language model of a family."""
     config = getattr(transformers, f"{name}Config")(**sizes)
     model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config)
     return model
@@ -79,7 +79,7 @@ def mamba2() -> nn.Module:
 
 Mamba2Norm: Any = transformers.models.mamba2.modeling_mamba2.MambaRMSNormGated
 GROUPS = ", groups=2" if "group_size" in inspect.signature(Mamba2Norm).parameters else ""
-"""Older versions of transformers have no groups."""
+"""Empty for older versions of transformers, whose norm has no groups."""
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "llama": (
@@ -196,7 +196,7 @@ def test_results_gradients_copies_and_undo(name: str, tmp_path: Path) -> None:
     largest = max(float(x.abs().max()) for x in grads if x is not None)
     for one, other in zip(found_grads, grads, strict=True):
         assert (one is None) == (other is None)
-        if one is not None and other is not None:  # true zeros, as of key biases, are rounded
+        if one is not None and other is not None:  # zeros, as of key biases, are rounded
             torch.testing.assert_close(one, other, atol=1e-5 * largest, rtol=1e-3)
     assert torch.equal(copy.deepcopy(model)(**given).logits, found)
     model.save_pretrained(tmp_path)

@@ -15,11 +15,11 @@ from torchkiln.patch import trial
 from torchkiln.patch.trial import MODEL_SLOWER, SLOWER, Trial
 
 PAUSE = 0.005
-"""Seconds: much longer than all other work of a call."""
+"""Seconds of a pause: much longer than all other work of a call."""
 
 
 class Clock:
-    """Time that passes in pauses, whatever else the machine does, and a little in between."""
+    """A simulated clock: a pause adds its seconds, and each reading adds 1 ms."""
 
     now = 0.0
 
@@ -37,12 +37,12 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock of trials."""
+    """Replaces the clock of trials."""
     monkeypatch.setattr(trial, "time", CLOCK)
 
 
 class Waits(torch.autograd.Function):
-    """Doubles; waits in forward, or in backward."""
+    """Doubles x, and pauses in forward or in backward."""
 
     @staticmethod
     def forward(x: Tensor, at: str) -> Tensor:
@@ -87,7 +87,7 @@ class Net(nn.Module):
 
 @pytest.fixture
 def register() -> Iterator[Callable[[type[nn.Module], str], None]]:
-    """Registers a forward that waits at a place."""
+    """Registers for a class a forward that pauses in forward or in backward."""
     classes = []
 
     def add(cls: type[nn.Module], at: str) -> None:
@@ -104,7 +104,7 @@ def register() -> Iterator[Callable[[type[nn.Module], str], None]]:
 
 
 def test_seconds_are_those_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also by the true clock, where others may delay a call."""
+    """seconds() returns the time of one call; on the real clock at least its sleep."""
     assert trial.seconds(CPU, lambda: CLOCK.sleep(PAUSE), 4) == pytest.approx(PAUSE, rel=0.1)
     monkeypatch.setattr(trial, "time", time)
     assert trial.seconds(CPU, lambda: time.sleep(PAUSE), 2) >= PAUSE
@@ -137,7 +137,7 @@ def test_a_faster_forward_is_kept(register: Callable[[type[nn.Module], str], Non
 def test_backward_counts_in_training(
     training: bool, kept: bool, register: Callable[[type[nn.Module], str], None]
 ) -> None:
-    """The new forward is faster by PAUSE, and its backward slower by 2 PAUSE."""
+    """In training the new forward is not kept: it saves one PAUSE, its backward costs two."""
     register(Slow, "backward")
     net = Net(Slow()).train(training)
     row = torchkiln.replace(net, example=torch.ones(3, 4), only="registered")["part"]
@@ -189,7 +189,7 @@ def test_a_module_that_the_model_does_not_call(
 
 
 def test_fused_batch_norms_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows of all batch norms of a module get its times."""
+    """Batch norms of a module are tried together, and all their rows have the same times."""
     monkeypatch.setattr(Trial, "times", lambda *_: [1.0, 2.0])
     net = nn.Sequential(nn.Conv1d(2, 2, 1), nn.BatchNorm1d(2), nn.ReLU(), nn.BatchNorm1d(2))
     report = torchkiln.replace(net, example=torch.ones(3, 2, 5), only="batch_norm")
@@ -214,7 +214,7 @@ class Dropping(nn.Module):
 
 
 def test_errors_are_those_of_evaluation() -> None:
-    """Two dropouts would differ by the size of the results."""
+    """The reported error is measured in eval mode, where no dropout differs."""
     net = Dropping()
     row = torchkiln.replace(nn.Sequential(net), example=torch.randn(4, 8))["0"]
     assert net.training

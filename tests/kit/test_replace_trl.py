@@ -1,4 +1,4 @@
-"""torchkiln.replace of the helpers of TRL, as it is published."""
+"""torchkiln.replace of the helpers of the installed TRL."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torchkiln.patch.formula.recorder import OpNames
 
 pytestmark = [
     pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed"),
-    pytest.mark.filterwarnings("ignore"),  # of imports of trl
+    pytest.mark.filterwarnings("ignore"),  # trl's imports warn
 ]
 HELPERS = ("selective_log_softmax", "entropy_from_logits")
 
 
 def results(module: Any, logits: Tensor, index: Tensor) -> list[Tensor]:
-    """The results of both helpers, and the gradients of the logits."""
+    """Results and gradients of both helpers."""
     found: list[Tensor] = []
     for name, args in zip(HELPERS, ((logits, index), (logits,)), strict=True):
         y = getattr(module, name)(*args)
@@ -31,7 +31,7 @@ def results(module: Any, logits: Tensor, index: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_helpers_of_trl_become_the_op(dtype: torch.dtype) -> None:
-    """In the module that defines them, whose trainers import them from it."""
+    """The helpers are replaced in the module that defines them, from which trainers import."""
     from trl.trainer import utils  # noqa: PLC0415 - takes seconds
 
     logits = (3 * torch.randn(3, 6, 50)).to(dtype).requires_grad_()
@@ -42,7 +42,7 @@ def test_helpers_of_trl_become_the_op(dtype: torch.dtype) -> None:
     try:
         assert [getattr(utils, name).__wrapped__ for name in HELPERS] == before
         found = results(utils, logits, index)
-        # A temperature was not compared: the function itself runs.
+        # Another temperature was not compared with the op, so the function itself runs.
         hot = utils.selective_log_softmax(logits, index, temperature=2.0)
         assert torch.equal(hot, before[0](logits, index, temperature=2.0))
     finally:
@@ -57,7 +57,7 @@ def test_helpers_of_trl_become_the_op(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["ORPO", "CPO"])
 def test_a_trainer_calls_the_op(name: str) -> None:
-    """The module of the trainer imports the helper by name."""
+    """A helper is replaced in the module of a trainer that imports it by name."""
     module = pytest.importorskip(f"trl.experimental.{name.lower()}.{name.lower()}_trainer")
     sums = getattr(module, f"{name}Trainer").get_batch_logps
     logits, labels = torch.randn(2, 7, 50, requires_grad=True), torch.randint(50, (2, 7))

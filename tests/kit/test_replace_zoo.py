@@ -14,7 +14,7 @@ from replace_zoo.cases import CASES
 @pytest.mark.rotates("name", 3)
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_a_changed_model_computes_the_same(name: str) -> None:
-    """Values, gradients, strides, dtypes, effects and random states; and the way back."""
+    """Results, gradients, strides, dtypes, effects, random states are equal, also after undo()."""
     if CASES[name].alone:
         command = [sys.executable, "-m", "replace_zoo", name]
         ran = subprocess.run(
@@ -29,7 +29,7 @@ def test_a_changed_model_computes_the_same(name: str) -> None:
 @pytest.mark.rotates("index", 10)
 @pytest.mark.parametrize("index", range(100))
 def test_mutants_compute_the_same_or_stay(index: int, tmp_path: Path) -> None:
-    """Two thousand mutants; a day's sample has 200."""
+    """All 2,000 mutants run with ``--full``; a day's sample has 200."""
     chunk = mutants.chunk(index)
     module = mutants.written(chunk, tmp_path)
     wrong = []
@@ -42,7 +42,7 @@ def test_mutants_compute_the_same_or_stay(index: int, tmp_path: Path) -> None:
 
 
 def test_forwards_without_a_mutation_are_recognised(tmp_path: Path) -> None:
-    """Otherwise their mutants would show nothing."""
+    """The unchanged forwards are replaced; otherwise their mutants would test nothing."""
     found = mutants.originals()
     module = mutants.written(found, tmp_path)
     for number, original in enumerate(found):

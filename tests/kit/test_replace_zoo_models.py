@@ -17,7 +17,7 @@ COUNTED = json.loads(FILE.read_text())
 @pytest.mark.rotates("kind", 27)
 @pytest.mark.parametrize("kind", COUNTED["models"])
 def test_a_model_of_transformers_computes_the_same(kind: str) -> None:
-    """Loss, results, all gradients, the calls of each module's hooks; a day's sample has eight."""
+    """Loss, results, gradients and calls of hooks are the same. A day's sample has eight models."""
     from replace_zoo import models  # noqa: PLC0415  imports transformers
 
     is_counted = COUNTED["transformers"] == importlib.metadata.version("transformers")
@@ -28,5 +28,5 @@ def test_a_model_of_transformers_computes_the_same(kind: str) -> None:
             raise
         pytest.skip(f"this version of transformers does not make a small one: {error}")
     assert not problems, f"{len(problems)}: " + "\n".join(problems[:5])
-    if is_counted:  # python -m replace_zoo.count writes the file again
+    if is_counted:  # write counts.json: python -m replace_zoo.count
         assert counts(report) == COUNTED["models"][kind]

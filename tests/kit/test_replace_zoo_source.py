@@ -16,15 +16,15 @@ PARTS = 20
 
 
 def with_torchs_numbers(x: Tensor, to: Tensor, p: float) -> Tensor:
-    """The op draws other random numbers than torch."""
+    """dropout_add with torch's random numbers, which differ from the op's."""
     return F.dropout(x, p) + to
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers of any size are wide, and dropouts have the masks of torch.
+    """Treats layers of any size as wide, and dropouts draw the masks of torch.
 
-    The search for gated units would run the effects of a mutant.
+    Gated units are not searched, because the search would run a mutant's effects.
     """
     monkeypatch.setattr(gated, "find", lambda _: None)
     monkeypatch.setattr(linear, "LEAST_SIZE", 1)
@@ -36,7 +36,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("index", range(len(source.FORWARDS)))
 def test_the_forwards_are_rewritten(index: int) -> None:
-    """Without a change, and with the same results."""
+    """Every template is rewritten and has the same results."""
     body = "\n".join(source.FORWARDS[index])
     plain = source.Mutant(-1 - index, body, "nothing", "log", ("norm", "fc"))
     assert not source.check(plain)
@@ -47,7 +47,7 @@ def test_the_forwards_are_rewritten(index: int) -> None:
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_mutants_compute_what_the_original_does(part: int, request: pytest.FixtureRequest) -> None:
-    """A tenth of the mutants, another one each day; all with ``--full``."""
+    """A run has a tenth of the mutants, another tenth each day; all with ``--full``."""
     config = request.config
     tenth = config.option.day % 10
     seeds = range(part, source.COUNT, PARTS)

@@ -1,4 +1,4 @@
-"""docs/replaced_times.py: its modules are replaced, and the page has a row for each."""
+"""docs/replaced_times.py: its modules are replaced, and each has a row on the page."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script."""
+    """docs/replaced_times.py, imported."""
     spec = spec_from_file_location("replaced_times", DOCS / "replaced_times.py")
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look there
+    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses read it there
     spec.loader.exec_module(module)
     return module
 

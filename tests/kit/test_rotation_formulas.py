@@ -15,7 +15,7 @@ from torchkiln.patch.formula import rotation, rotation_proof
 from torchkiln.patch.formula.terms import NoFormulaError
 
 SCALE = torch.ones(1)
-"""A tensor that is no argument."""
+"""A tensor that a function reads without getting it as an argument."""
 
 
 def proofs(function: Any) -> dict[tuple[int, int], rotation.Rotation]:
@@ -24,7 +24,7 @@ def proofs(function: Any) -> dict[tuple[int, int], rotation.Rotation]:
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_formulas(function: Callable[..., Any]) -> None:
-    """Dimension of the heads, order of pairs, columns of cos, part of a head, layout."""
+    """The proof finds dimension of heads, order of pairs, columns of cos, rotated part, layout."""
     found = proofs(function)
     settings = {ranks: (*one.form, one.is_partial, one.is_dense) for ranks, one in found.items()}
     assert settings == FUNCTIONS[function]

@@ -1,6 +1,6 @@
-"""Snapshots of the public interface as text, tests/data/*.txt. docs/stability.md has the promise.
+"""Snapshots of the public interface, which docs/stability.md promises, in tests/data/*.txt.
 
-``python tests/kit/test_snapshots.py`` writes the files; a reviewer reads their difference.
+``python tests/kit/test_snapshots.py`` writes the files; a reviewer reads the difference.
 """
 
 from __future__ import annotations
@@ -63,18 +63,18 @@ SIZES: dict[str, tuple[Any, ...]] = {
     "GroupNorm": (2, 4),
     "KVCache": (1, 4, 2, 8),
 }
-"""Arguments of the modules whose first argument is not a size alone."""
+"""Constructor arguments of modules that need more than one size."""
 
 
 def names() -> Iterator[str]:
-    """The public names of each public module."""
+    """The names in ``__all__`` of each public module."""
     for module in MODULES:
         yield module
         yield from (f"  {name}" for name in sorted(importlib.import_module(module).__all__))
 
 
 def signature(thing: Any) -> str:
-    """Parameters and defaults, without annotations."""
+    """Names and defaults of the parameters, without annotations."""
     found = inspect.signature(thing)
     plain = [
         p.replace(
@@ -86,7 +86,7 @@ def signature(thing: Any) -> str:
 
 
 class Named:
-    """A default with the name of an object as its text."""
+    """A default that is shown as the name of the object."""
 
     def __init__(self, value: Any) -> None:
         self.name = getattr(value, "__name__", str(value))
@@ -96,14 +96,14 @@ class Named:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether the text of a default is the same in each run."""
+    """Whether repr() of a default is the same in each run."""
     if isinstance(value, tuple):
         return all(map(is_plain, value))
     return value in (None, inspect.Parameter.empty) or type(value) in (bool, int, float, str)
 
 
 def signatures() -> Iterator[str]:
-    """Functions, constructors and forwards, but for modules that are experimental."""
+    """Signatures of public functions, constructors and forwards, except of experimental modules."""
     for module in (name for name in MODULES if name not in EXPERIMENTAL):
         for name in sorted(importlib.import_module(module).__all__):
             thing = getattr(importlib.import_module(module), name)
@@ -119,7 +119,7 @@ def signatures() -> Iterator[str]:
 
 
 def members() -> Iterator[str]:
-    """Fields and methods of public classes that are no modules, and of reports."""
+    """Fields and methods of public classes that are not nn.Modules, and of reports."""
     made = (torchkiln.replace(nn.Identity()), torchkiln.explain("relu", torch.ones(1)))
     classes: dict[type[Any], set[str]] = {type(one): set(vars(one)) for one in made}
     for module in (name for name in MODULES if name not in EXPERIMENTAL):
@@ -136,7 +136,7 @@ def members() -> Iterator[str]:
 
 
 def schemas() -> Iterator[str]:
-    """All ops of torch.ops.torchkiln."""
+    """Schemas of all ops in torch.ops.torchkiln."""
     for name in sorted(torch._C._dispatch_get_all_op_names()):
         if name.startswith("torchkiln::"):
             op, _, overload = name.partition(".")
@@ -144,7 +144,7 @@ def schemas() -> Iterator[str]:
 
 
 def exported_helpers() -> Iterator[str]:
-    """The helpers that torch.export leaves in the graph of an op."""
+    """Names of all helper ops in exported graphs of the public ops."""
     found = set()
     for spec in with_forms(SPECS):
         if "export" not in spec.excluded and "cpu" in spec.devices:
@@ -163,11 +163,11 @@ def state() -> Iterator[str]:
 
 
 class Parsed(Exception):  # noqa: N818
-    """Carries the parser of a command out of it."""
+    """Carries a command's parser out of the command."""
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
-    """The parser that a command makes."""
+    """The parser that a command creates."""
 
     def stop(self: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
         raise Parsed(self)
@@ -185,7 +185,7 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 
 
 def command_line() -> Iterator[str]:
-    """Flags of each command, and the exit statuses."""
+    """Each command with its flags, and the exit statuses."""
     for name in COMMANDS:
         yield name
         for action in parser_of(name)._actions:
@@ -203,7 +203,7 @@ def command_line() -> Iterator[str]:
 
 
 def outline(value: Any, place: str = "", depth: int = 4) -> Iterator[str]:
-    """A line for each object: its place, and its keys, with [] behind those of lists."""
+    """A line per object of JSON: its path, and its keys; lists have [] behind their key."""
     if isinstance(value, (list, tuple)) and value and depth:
         yield from outline(value[0], f"{place}[]", depth - 1)
     if isinstance(value, dict) and depth:
@@ -214,7 +214,7 @@ def outline(value: Any, place: str = "", depth: int = 4) -> Iterator[str]:
 
 
 def reports() -> Iterator[str]:
-    """Forms of the JSON of reports."""
+    """Outlines of the JSON of each kind of report."""
     found = [torchkiln.replace(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))).as_dict()]
     found.append(torchkiln.explain("relu", torch.ones(8)).as_dict())
     times = Times(1.0, 0.9, 1.1, 3)
@@ -271,7 +271,7 @@ SNAPSHOTS: dict[str, Callable[[], Iterator[str]]] = {
 
 @pytest.mark.parametrize("name", SNAPSHOTS)
 def test_nothing_has_changed(name: str) -> None:
-    """If a change is meant, write the file again and tell users in CHANGELOG.md."""
+    """After an intended change, write the file again and tell users in CHANGELOG.md."""
     path = DATA / f"{name}.txt"
     kept = path.read_text(encoding="utf-8").splitlines()
     found = "\n".join(SNAPSHOTS[name]()).splitlines()

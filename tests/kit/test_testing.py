@@ -1,4 +1,4 @@
-"""The contract suite finds faults: each check is shown an op that breaks its clause."""
+"""Each check of the contract is given an op that violates its clause, and must fail."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def off_by_a_thousandth(a: Tensor, b: Tensor) -> Tensor:
 
 
 def cut_off(a: Tensor, b: Tensor) -> Tensor:
-    """The lower half of a float32 is dropped."""
+    """Rounds to bfloat16 by dropping the lower half of a float32."""
     out = add(a, b)
     if out.dtype != torch.bfloat16:
         return out
@@ -45,7 +45,7 @@ def in_the_dtype_of_the_first(a: Tensor, b: Tensor) -> Tensor:
 
 
 def wrong_beside_another_dtype(a: Tensor, b: Tensor) -> Tensor:
-    """The narrower dtype is computed in."""
+    """Computes in the narrower of two dtypes."""
     out = add(a, b)
     narrow = a.dtype if a.itemsize < b.itemsize else b.dtype
     return add(a.to(narrow), b.to(narrow)).to(out.dtype)
@@ -57,7 +57,7 @@ def loses_nan(a: Tensor, b: Tensor) -> Tensor:
 
 
 def wrong_in_the_tail(a: Tensor, b: Tensor) -> Tensor:
-    """The last element of an odd number is left out."""
+    """Sets the last element to 0 if a vector's number of elements is odd."""
     out = add(a, b)
     if out.numel() % 2 and out.dim() == 1:
         return out * (torch.arange(out.numel(), device=out.device) < out.numel() - 1)
@@ -164,7 +164,7 @@ def reads_a_value(a: Tensor, b: Tensor) -> Tensor:
 
 
 class LeavesTheLast(torch.autograd.Function):
-    """Leaves one element uninitialised."""
+    """Leaves one element of the result uninitialised."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ SHARED = torch.zeros(1 << 16)
 
 
 class SharedScratch(torch.autograd.Function):
-    """Two calls at the same time use the same memory."""
+    """Concurrent calls use the same scratch memory."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
@@ -227,7 +227,7 @@ CALLS = itertools.count()
 
 
 def changes_rarely(a: Tensor, b: Tensor) -> Tensor:
-    """Changes a result at random, as a race does."""
+    """Changes each 13th result in the last bits, as a race might."""
     out = add(a, b)
     return out * (1 + 1e-6) if next(CALLS) % 13 == 12 else out
 
@@ -257,7 +257,7 @@ def leaks(a: Tensor, b: Tensor) -> Tensor:
 
 
 def takes_device_memory(a: Tensor, b: Tensor) -> Tensor:
-    """Calls the CUDA runtime that torch has loaded."""
+    """Allocates device memory by the CUDA runtime that torch has loaded."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8").split()
     runtime = ctypes.CDLL(next(path for path in maps if "/libcudart.so" in path))
     pointer = ctypes.c_void_p()
@@ -267,7 +267,7 @@ def takes_device_memory(a: Tensor, b: Tensor) -> Tensor:
 
 
 def remembers(a: Tensor, b: Tensor) -> Tensor:
-    """The values of the first call with the same memory."""
+    """Returns the result of the first call with the same addresses."""
     out = add(a, b)
     first = KEPT.setdefault((a.data_ptr(), b.data_ptr()), out.detach().clone())
     return first + (out - out.detach())
@@ -373,7 +373,7 @@ def test_a_missing_meta_kernel_is_found() -> None:
 
 
 class Forgetful(nn.Module):
-    """Its copies start anew."""
+    """A module whose copies are initialised again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -411,10 +411,10 @@ def test_a_wrong_sharding_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_every_check_that_runs_here_is_shown_a_fault() -> None:
-    """The list above grows with the checks."""
+    """Each check that runs here has a row above; a new check needs one."""
     shown = {row[0] for row in BROKEN + BROKEN_ON_CUDA}
     shown |= {"gradgradcheck", "opcheck", "modules", "written", "sharding"}
-    # These differ from one of the above only in the tool, the device or the size that they take.
+    # These checks differ from one above only in the tool, the device or the size of tensors.
     same = {
         "opcheck_helpers",
         "compile_inductor",

@@ -1,4 +1,4 @@
-"""The contract suite with ops that draw random numbers, and that take more than tensors."""
+"""The contract for ops that draw random numbers, or have arguments that are not tensors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def draws_from_its_own_generator(x: Tensor, p: float, train: bool) -> Tensor:
 
 
 def masked(x: Tensor, p: float, train: bool) -> Tensor:
-    """The reference with the mask that the op draws from the same generator state."""
+    """The reference: x times the mask that the op draws from the same generator state."""
     with torch.no_grad():
         mask = dropout(torch.ones_like(x), p, train)
     return x * mask
@@ -162,7 +162,7 @@ def test_none_numbers_and_text_pass_through(case: testing.Case) -> None:
     ],
 )
 def test_what_torch_refuses_by_itself_is_left_to_it(args: tuple[Any, ...], reaches: bool) -> None:
-    """Torch raises this error, so its message is not part of the contract."""
+    """Torch raises these errors before the op runs, so their messages are not checked."""
     assert reaches_the_op(SCALED, testing.Sample("call", args)) == reaches
 
 

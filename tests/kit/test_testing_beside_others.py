@@ -1,4 +1,4 @@
-"""Checks of memory and waits hold beside what else runs in the process and on the machine."""
+"""Checks of memory and of waits do not fail because of other work in the process or machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOTHING = {OBJECTS: 0, BYTES: 0, ON_GPU: 0}
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
-    """What each try seems to keep."""
+    """What each try keeps, as readings of memory in use will show it."""
     tries: list[dict[str, int]] = []
 
     def readings() -> Any:
@@ -67,7 +67,7 @@ def test_a_leak_of_each_call(kept: list[dict[str, int]], kind: str, a_call: int)
 def test_what_torch_keeps_is_left_out(
     kept: list[dict[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first try is the last, unless another kind grows."""
+    """One try suffices if torch's op keeps bytes, too, and nothing else grows."""
     monkeypatch.setattr(state, "torch_keeps_bytes", lambda _: True)
     kept += [{BYTES: 8_000}]
     check("no_memory_growth")
@@ -83,7 +83,7 @@ def test_beside_what_torch_keeps_others_are_judged(
 
 
 def keeps_bytes(x: Tensor, other: Tensor) -> Tensor:
-    """A sum that takes 32 bytes from the C library and does not return them."""
+    """A sum that allocates 32 bytes by malloc() and does not free them."""
     take = ctypes.CDLL(None).malloc
     take.restype = ctypes.c_void_p
     assert take(ctypes.c_size_t(32))
@@ -93,7 +93,7 @@ def keeps_bytes(x: Tensor, other: Tensor) -> Tensor:
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
 @pytest.mark.parametrize("torch_keeps", [False, True])
 def test_bytes_that_each_call_keeps(*, torch_keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same leak is reported, or left out if torch's own op has it."""
+    """A leak of bytes is reported, except if torch's own op leaks, too."""
     leaking = dataclasses.replace(ADD, op=keeps_bytes)
     if torch_keeps:
         monkeypatch.setattr(torch, "add", keeps_bytes)
@@ -108,7 +108,7 @@ def test_bytes_that_each_call_keeps(*, torch_keeps: bool, monkeypatch: pytest.Mo
 def test_a_call_that_waits_does_so_in_each_try(
     name: str, late: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first tries, or all, return after the delay: a busy host is no reason to report it."""
+    """Reported only if all three tries return after the delay: a busy host may delay some."""
     answers = chain([True] * late, repeat(False))
     event = MagicMock()
     event.return_value.query = lambda: next(answers)

@@ -1,4 +1,4 @@
-"""Fields of a spec that are derived from its schema and samples: refused calls, traffic, sizes."""
+"""Fields of a spec that are computed from its schema and samples: refused calls, traffic, sizes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def spec(**fields: Any) -> testing.OpSpec:
 
 
 def messages(one: testing.OpSpec) -> list[str]:
-    """The messages without the remedy that may follow."""
+    """The messages, without a remedy behind them."""
     prefix = r"torchkiln_derived\.scaled: "
     found = [case.message for case in refused_calls(one, CPU)]
     assert all(message.startswith(prefix) for message in found)
@@ -99,7 +99,7 @@ def test_a_timed_call_has_the_sizes_of_the_typical_one(shape: tuple[int, int]) -
     x, bias = found.args
     assert (x.shape, bias.shape) == (shape, shape[1:])
     assert {x.dtype, bias.dtype} == {torch.bfloat16}
-    assert found.kwargs == {}  # both are the defaults of the schema
+    assert found.kwargs == {}  # the schema has these defaults
     assert found.seed is None
 
 
@@ -182,7 +182,7 @@ def test_refusals_come_from_the_schema() -> None:
         "bias: got device meta, expected cpu, the device of x",
     ):
         assert message in found
-    assert "bias: got NoneType, expected a torch.Tensor" not in found  # it has a default
+    assert "bias: got NoneType, expected a torch.Tensor" not in found  # bias has a default
     assert len(found) == len(set(found))
 
 

@@ -1,4 +1,4 @@
-"""The page of the contract agrees with the result files, which have no failures."""
+"""The page of the contract agrees with the files of results, which contain no failure."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_cell_is_a_pass_a_reason_or_a_failure() -> None:
 
 
 def test_a_file_has_a_line_for_checks_with_one_result(tmp_path: Path) -> None:
-    """A check that fails in one dtype has failed, with the reason and all its dtypes."""
+    """A check that fails in one dtype is listed as failed, with the reason and all dtypes."""
     half, single = "float16", "float32"
     found = [
         Outcome("mine", "values", "cpu", single, "passed", "", 1.0),

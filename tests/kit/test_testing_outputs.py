@@ -1,4 +1,4 @@
-"""The checks, shown faults of the second output."""
+"""The contract's checks detect faults of the second output of an op."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plug-in in another package, and its errors."""
+"""The pytest plug-in of the contract in another package, and its errors."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from torchkiln.testing.specs.pointwise import ADD
 
 CPU = torch.device("cpu")
 PACKAGE = Path(__file__).parents[1] / "foreign_package"
-# The folder of this torchkiln, for processes that do not have it on their path.
+# The folder of this torchkiln, which a process may not have on its path.
 FOLDER = str(Path(torchkiln.__path__[-1]).parent)
 
 
 def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run pytest there, in a process of its own."""
+    """Run pytest in this folder, in a new process."""
     known = (FOLDER, str(folder), os.environ.get("PYTHONPATH"))
     paths = os.pathsep.join(path for path in known if path)
     command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir=.", *arguments)
@@ -40,7 +40,7 @@ def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
 
 
 CHECKED = (None, "opaque", "differentiable", "through_ops")
-"""What the op of the other package has."""
+"""Values of ``needs`` of the checks that the op of the other package must pass."""
 
 
 def test_an_op_of_another_package_keeps_its_contract(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def pytest_configure(config):
 
 
 def test_workers_start_beside_pytest_benchmark(tmp_path: Path) -> None:
-    """Its warning at start is an INTERNALERROR if warnings are errors, so it must not come."""
+    """pytest-benchmark's warning at start must not become an INTERNALERROR with -W error."""
     (tmp_path / "benchmark_stand_in.py").write_text(BENCHMARK)
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["torchkiln.testing.plugin"]\n')
     (tmp_path / "test_one.py").write_text("def test_one():\n    pass\n")

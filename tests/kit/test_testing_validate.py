@@ -1,4 +1,4 @@
-"""Invalid specs raise one error with all names and fields before any check runs."""
+"""An invalid spec raises one error, before any check, that names all invalid fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The check of functions that write into tensors of the caller, shown functions that break it."""
+"""The check of functions that write into tensors of the caller detects faulty functions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ RELU = dataclasses.replace(
 
 
 def form(op: Op, overload: Any = torch.ops.aten.relu_.default) -> testing.OpSpec:
-    """A form in place, whose overload names its argument ``self``."""
+    """The in-place form of relu by this op; its overload names the argument ``self``."""
 
     def named(self: Tensor) -> Tensor:
         return op(self)
@@ -90,7 +90,7 @@ def hides_the_change(x: Tensor) -> Tensor:
 
 
 class Marked(torch.autograd.Function):
-    """Right in the first order alone, and only where `factor` is 1."""
+    """Correct for factor 1 and first derivatives; a second derivative raises an error."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
@@ -181,7 +181,7 @@ def is_written(case: testing.Case) -> bool:
 
 
 def writes_behind(out: Tensor) -> None:
-    """Writes the element behind a tensor that lies in a larger buffer."""
+    """Writes the element after ``out``, if ``out`` is a part of a larger buffer."""
     if out.storage_offset():
         out.as_strided((1,), (1,), out.storage_offset() + out.numel()).zero_()
 

@@ -28,13 +28,13 @@ CPU = torch.device("cpu")
 THREADS = 32
 SECONDS = 60.0
 FORMULAS = 200
-"""Each is made by the first thread that calls it, while others make theirs."""
+"""Number of formulas; the first thread that calls one creates its op."""
 
 Call = Callable[[], tuple[Tensor, ...]]
 
 
 def calls_of_ops() -> Iterator[tuple[Call, tuple[Tensor, ...]]]:
-    """Calls, forward and backward, and what one thread gets."""
+    """Calls of all ops with their gradients, and the results of one thread."""
     for spec in SPECS:
         for sample in spec.samples(CPU, torch.float32):
             if sample.numel <= SMALL and sample.seed is None:
@@ -49,7 +49,7 @@ def of_formula(number: int) -> tuple[Tensor, ...]:
 
 
 def calls_of_formulas() -> Iterator[tuple[Call, tuple[Tensor, ...]]]:
-    """Calls of ops that are not made yet."""
+    """Calls of formulas whose ops are created at the first call."""
     x = torch.linspace(-2, 2, 33)
     for number in range(FORMULAS):
         yield (
@@ -59,7 +59,7 @@ def calls_of_formulas() -> Iterator[tuple[Call, tuple[Tensor, ...]]]:
 
 
 def calls_of_convolutions() -> Iterator[tuple[Call, tuple[Tensor, ...]]]:
-    """One makes and shares a fold of its parameters; the other drops it, for gradients."""
+    """One call creates a shared fold of parameters; the other drops it, as it needs gradients."""
     x, weight = torch.randn(2, 3, 8, 8), nn.Parameter(torch.randn(4, 3, 3, 3))
     norm = [torch.rand(4) + 0.5 for _ in range(4)]
 
@@ -73,7 +73,7 @@ def calls_of_convolutions() -> Iterator[tuple[Call, tuple[Tensor, ...]]]:
 
 
 def calls_of_explain() -> Iterator[tuple[Call, tuple[Tensor, ...]]]:
-    """One call at a time can be explained, while other threads launch kernels."""
+    """Calls of explain(), one at a time, while other threads launch kernels."""
     x, one_at_a_time = torch.randn(100), threading.Lock()
 
     def call() -> tuple[Tensor, ...]:
@@ -86,7 +86,7 @@ def calls_of_explain() -> Iterator[tuple[Call, tuple[Tensor, ...]]]:
 
 
 def call_from_threads(seconds: float) -> list[int]:
-    """Compares each result with that of one thread; the number of calls of each thread."""
+    """Compares each result with that of one thread; returns the number of calls per thread."""
     pairs = [
         *calls_of_ops(),
         *calls_of_formulas(),
@@ -108,7 +108,7 @@ def call_from_threads(seconds: float) -> list[int]:
 
 
 def test_the_gil_stays_off() -> None:
-    """Python enables it when it imports a module that is not declared safe without."""
+    """Importing the extension does not enable the GIL, as an undeclared module would."""
     assert not sys._is_gil_enabled()  # type: ignore[attr-defined]
 
 

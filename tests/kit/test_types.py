@@ -1,4 +1,4 @@
-"""Type information: the stub of the extension, and the words of ops."""
+"""Type information: the stub of the extension, and the literal values of options."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torchkiln.testing.specs.activation import FORMULAS
 
 
 def test_the_stub_is_that_of_the_extension(tmp_path: Path) -> None:
-    """``__getattr__`` of the stub stands for the ops.
+    """The stub agrees with the extension; its ``__getattr__`` covers the ops.
 
-    A test, because nox -s lint, which checks the types of all else, has no built extension.
+    This is a test because the lint session, which checks all other types, has no built extension.
     """
     pytest.importorskip("mypy")
     allowed = tmp_path / "allowed"
-    allowed.write_text("torchkiln._C.Watch\n")  # the metaclass of pybind11
+    allowed.write_text("torchkiln._C.Watch\n")  # pybind11's metaclass
     words = ("torchkiln._C", "--ignore-missing-stub", "--allowlist", str(allowed))
     command = [sys.executable, "-W", "ignore", "-m", "mypy.stubtest", *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

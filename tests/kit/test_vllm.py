@@ -21,7 +21,7 @@ from torchkiln.hub import vllm
 
 
 class Op:
-    """An operator of vLLM: providers by name, checked against the native function."""
+    """A stand-in for vLLM's operators: providers by name, checked against the native function."""
 
     def __init__(self, native: Callable[..., Any], *, inplace: bool) -> None:
         self.native = native
@@ -78,7 +78,7 @@ def native_sum(
 
 @pytest.fixture
 def ops(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The operators of the stand-in, which ``import vllm`` finds."""
+    """The operators of the stand-in, which is installed as the module ``vllm``."""
     package, ir, ops = (ModuleType(name) for name in ("vllm", "vllm.ir", "vllm.ir.ops"))
     ops.rms_norm = Op(native_norm, inplace=False)  # type: ignore[attr-defined]
     ops.fused_add_rms_norm = Op(native_sum, inplace=True)  # type: ignore[attr-defined]
@@ -106,7 +106,7 @@ def test_a_second_registration_changes_nothing(ops: Any) -> None:
 def test_results_are_those_of_vllm(
     ops: Any, device: torch.device, dtype: torch.dtype, has_weight: bool
 ) -> None:
-    """One element in 100 may differ by a step: sums of squares are added up in another order."""
+    """Results may differ by a step in 1 % of the elements: sums of squares have another order."""
     vllm.register()
     x, other = (torch.randn(64, 512, device=device).to(dtype) for _ in range(2))
     weight = torch.randn(512, device=device).to(dtype) if has_weight else None
@@ -130,7 +130,7 @@ def test_calls_with_another_result_are_not_taken(ops: Any) -> None:
     vllm.register()
     takes = ops.rms_norm.impls["torchkiln"]["takes"]
     x = torch.ones(2, 8, dtype=torch.bfloat16)
-    assert not takes(x, torch.ones(8), 1e-6)  # the weight has another dtype
+    assert not takes(x, torch.ones(8), 1e-6)  # the weight's dtype differs
     assert not takes(x, None, 1e-6, 4)
     assert not takes(x.long(), None, 1e-6)
     takes = ops.fused_add_rms_norm.impls["torchkiln"]["takes"]
@@ -139,7 +139,7 @@ def test_calls_with_another_result_are_not_taken(ops: Any) -> None:
 
 
 def test_a_graph_contains_the_op(ops: Any) -> None:
-    """vLLM lowers its operators by tracing the function of the provider."""
+    """Tracing the provider's function, as vLLM does, gives a graph with torchkiln's op."""
     vllm.register()
     call = ops.rms_norm.impls["torchkiln"]["call"]
     traced = make_fx(lambda x, weight: call(x, weight, 1e-6), tracing_mode="fake")
@@ -160,7 +160,7 @@ def test_another_signature_is_left_alone(ops: Any, caplog: pytest.LogCaptureFixt
 
 
 def refusing(error: type[Exception]) -> Any:
-    """An operator whose registration raises."""
+    """An operator whose registration raises ``error``."""
 
     def register_impl(*_: Any, **__: Any) -> Any:
         raise error("refused")
@@ -201,4 +201,4 @@ def test_nothing_stops_vllm(
         vllm.register()
     assert f"torchkiln.hub.vllm: rms_norm: {words}" in caplog.text
     is_found = broken in ("no impls", "assertion", "keyword")
-    assert ("torchkiln" in ops.fused_add_rms_norm.impls) == is_found  # one does not stop the other
+    assert ("torchkiln" in ops.fused_add_rms_norm.impls) == is_found  # the other is registered

@@ -1,4 +1,4 @@
-"""Losses of classes that are distributed over processes, against those of one process."""
+"""Losses whose classes are distributed over processes agree with those of one process."""
 
 from __future__ import annotations
 

@@ -34,14 +34,14 @@ def test_its_parameter():
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A file of kernels, and its tests."""
+    """A file of kernels, with a file of tests."""
     (tmp_path / "my.cu").write_text(KERNEL)
     (tmp_path / "test_my.py").write_text(TESTS)
     return tmp_path / "my.cu"
 
 
 class Watch:
-    """The command in a separate process."""
+    """``torchkiln watch`` in a new process."""
 
     def __init__(self, *arguments: object) -> None:
         self.process = subprocess.Popen(
@@ -61,11 +61,11 @@ class Watch:
                 self.lines.put(line)
 
     def rest(self) -> list[str]:
-        """Lines printed since."""
+        """The lines printed since the last call, without waiting."""
         return [self.lines.get() for _ in range(self.lines.qsize())]
 
     def until(self, words: str, seconds: float = 300) -> str:
-        """Output up to a line with this text."""
+        """Waits for a line that matches ``words``, and returns the output up to it."""
         end, found = time.monotonic() + seconds, ""
         while not re.search(words, found):
             try:
@@ -77,7 +77,7 @@ class Watch:
 
 @pytest.fixture
 def watch(source: Path) -> Iterator[Watch]:
-    """The command, watching the file and its tests."""
+    """The command in a new process, which watches the file and runs its tests."""
     command = Watch(source, "--test", source.with_name("test_my.py"))
     yield command
     command.process.kill()
@@ -89,7 +89,7 @@ WAITING = "waiting for the next save"
 
 
 def save(path: Path, text: str) -> None:
-    """Replaces a file, as editors do: no poll sees a part of it, however busy the machine."""
+    """Replaces a file at once, as editors do, so that no poll reads a part of it."""
     new = path.with_suffix(".new")
     new.write_text(text)
     new.replace(path)
@@ -105,10 +105,10 @@ def test_saves_are_tried_until_ctrl_c(watch: Watch, source: Path) -> None:
     assert "FAILED: my.cu does not compile" in broken
     save(source, KERNEL.replace("float", "double"))
     failed = watch.until(WAITING)
-    assert "add(double* x)" in failed  # pytest's words
+    assert "add(double* x)" in failed  # from pytest
     assert "FAILED: test_my.py" in failed
     test = source.with_name("test_my.py")
-    save(test, "import os\nos.kill(os.getpid(), 11)")  # as after a bad pointer on the host
+    save(test, "import os\nos.kill(os.getpid(), 11)")  # like a bad pointer on the host
     assert "killed by SIGSEGV" in watch.until(WAITING)
     save(test, "import time\nprint('begun', flush=True)\ntime.sleep(1000)")
     watch.until("begun")
@@ -166,4 +166,4 @@ def test_kernels_are_timed(source: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert compile_and_test(source, script) == 0
     match = re.search(r"copy\[262144, 256\]: (\d+\.\d) us, best of 5", capsys.readouterr().out)
     assert match is not None
-    assert 50 < float(match[1]) < 5000  # 512 MiB are moved
+    assert 50 < float(match[1]) < 5000  # us for 512 MiB of traffic

@@ -1,4 +1,4 @@
-"""Faults that the tests of checks share."""
+"""Helpers of tests that give faulty ops to the checks of the contract."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchkiln.testing.contract import CHECKS
 from torchkiln.testing.specs.pointwise import ADD
 
 Op = Callable[..., Any]
-# Check, broken op, dtype, and the expected message.
+# Check, faulty op, dtype, and the expected message.
 Row = tuple[str, Op, torch.dtype, str]
 
 
@@ -24,7 +24,7 @@ def title(row: Row) -> str:
 
 
 def show(row: Row, device: torch.device, good: testing.OpSpec = ADD) -> None:
-    """Run the check on the broken op and compare its message."""
+    """Assert that the check fails for the faulty op, with the expected message."""
     name, op, dtype, words = row
     case = testing.Case(dataclasses.replace(good, op=op), CHECKS[name], device, dtype)
     with pytest.raises(Exception, match=re.compile(words, re.DOTALL)) as caught:

@@ -1,6 +1,6 @@
-"""Calls of a user, for the type checker alone: mypy refuses wrong words, and accepts the pages'.
+"""Calls for the type checker only: mypy accepts those on pages, and refuses wrong values.
 
-Each comment that ignores an error is itself an error if there is none.
+mypy also reports a comment that ignores an error where there is none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KINDS: list[Kind] = ["norm", "glu"]
 
 
 def accepted(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, model: nn.Module) -> None:
-    """Calls as on the pages."""
+    """Calls as on the pages, which mypy accepts."""
     y: Tensor = torchkiln.rms_norm(x, (8,), weight, offset=1.0, round=ROUND)
     y = torchkiln.linear(y, weight, bias, act=ACT, scale=0.5, residual=x)
     y = torchkiln.bias_act(y, bias, scale=2.0, act="silu")
@@ -48,7 +48,7 @@ def accepted(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, model: nn.
 
 
 def refused(x: Tensor, weight: Tensor, target: Tensor, model: nn.Module) -> None:
-    """Calls with a wrong word each."""
+    """Calls with one wrong value or name each, which mypy refuses."""
     torchkiln.rms_norm(x, (8,), round="onec")  # type: ignore[arg-type]
     torchkiln.linear(x, weight, act="gellu")  # type: ignore[arg-type]
     torchkiln.linear(x, weight, None, "gelu")  # type: ignore[call-arg]

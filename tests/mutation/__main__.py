@@ -1,16 +1,16 @@
 """Plants each fault in a copy of the sources and checks that a test fails.
 
-    python tests/mutation --device cuda --build build/dev --jobs 14 --tests 8
+python tests/mutation --device cuda --build build/dev --jobs 14 --tests 8
 
 needs a build folder of Ninja that was built from these sources without batches of files
 (-DTORCHKILN_UNITY=OFF, the default), and no editable install of torchkiln. For each fault it
 compiles only the changed file, with the command of the build, and links only its library. It does
 not change the sources or the build. Faults that need other hardware are left out.
 
-For each fault it runs the tests that the fault names, then all tests of the family of its op, both
-as far as they belong to the default run, and then those of the full run, until one fails. A test
-that also fails without the fault does not count. Results are kept in a file: the next run goes on
-with the faults that no test has found.
+For each fault it runs the tests that the fault names, then all tests of the family of its op: first
+those of the default run, then those of the full run, until one fails. A test that fails without the
+fault, too, does not count. Results are kept in a file; the next run tries only the faults that no
+test has caught.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from trials import Suite, Trial, pytest, run
 
 
 class Bench:
-    """All that the faults share: the build, the tests, and how many run at the same time."""
+    """The state that all faults share: the build, the suite, and the numbers of parallel jobs."""
 
     def __init__(self, options: argparse.Namespace, machine: str) -> None:
         self.scratch: Path = options.scratch.resolve()
@@ -51,7 +51,7 @@ class Bench:
         self.threads = max(cores // options.tests, 1) if options.device == "cuda" else 0
 
     def find(self, fault: Fault) -> Finding:
-        """Plant one fault and run tests."""
+        """Plant one fault, and run tests until one fails."""
         folder = self.scratch / re.sub(r"\W+", "-", fault.name)
         kind, start = "default", time.perf_counter()
         try:
@@ -72,7 +72,7 @@ class Bench:
         )
 
     def try_tests(self, fault: Fault, package: Path, tests: list[str]) -> tuple[str, Trial]:
-        """Run tests until one fails; the kind of run that they belong to, and the result."""
+        """Run tests until one fails; returns the kind of run ("default", "full") and the trial."""
         default = self.suite.expected(fault, tests)
         related = self.suite.related(fault, tests)
         listed = package / "tests.txt"
@@ -98,14 +98,14 @@ class Bench:
 
 
 def gpus() -> list[str]:
-    """The names of the GPUs that torch sees."""
+    """The names of all GPUs."""
     import torch  # noqa: PLC0415  # slow, and not needed to write the page
 
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="tests/mutation", description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--build", type=Path, help="a build folder of Ninja; without it, --page is written only")
@@ -122,7 +122,7 @@ def arguments() -> argparse.Namespace:
 
 
 def try_faults(options: argparse.Namespace, results: Results) -> None:
-    """Try the faults of one device that no test has found."""
+    """Try all faults of one device that no test has caught yet."""
     names = gpus()
     needed = {"cpu": 0, "cuda": 1, "2 x cuda": 2}
     start = time.perf_counter()
@@ -162,7 +162,7 @@ def try_faults(options: argparse.Namespace, results: Results) -> None:
 
 
 def main() -> int:
-    """Try the faults of one device, and write the page."""
+    """Try the faults of one device, then write the page."""
     options = arguments()
     results = Results(options.results)
     if options.build:

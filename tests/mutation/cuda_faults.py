@@ -1,4 +1,4 @@
-"""Faults of elementwise kernels and sums, and of launches."""
+"""Faults of kernels for elementwise ops and sums, and of launches."""
 
 from __future__ import annotations
 

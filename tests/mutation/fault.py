@@ -1,4 +1,4 @@
-"""One planted fault."""
+"""The fields of a planted fault."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Fault(NamedTuple):
     new: str
     op: str
     checks: str
-    """Tests of which one at least has to fail, `or` between them: checks of that op's contract,
-    with `@dtype` where one will do, or functions of tests/ops: `test_norm_rows.py::test_long_rows`.
+    """Tests of which at least one must fail, separated by `or`: checks of that op's contract, with
+    `@dtype` for a single dtype, or functions of tests/ops: `test_norm_rows.py::test_long_rows`.
     """
     unit: str = ""
-    """The source file that is compiled again, of the tree or made in the build folder; none for
-    Python, the file itself where it is one."""
+    """The source file to compile again, in the tree or generated in the build folder. Empty for
+    Python, and if it is the changed file itself."""
     times: int = 1
     """Number of occurrences of the old text, all of which are replaced."""

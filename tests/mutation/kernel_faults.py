@@ -1,4 +1,4 @@
-"""Faults of the kernels for rows, channels and products, each a mistake that is easy to make."""
+"""Faults of kernels for rows, channels and products, all of them mistakes that are easily made."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BATCH_NORM = "cuda/ops/batch_norm"
 GROUP_NORM = "cuda/ops/group_norm"
 ROWWISE = "cuda/detail/rowwise"
 BY_DTYPE = "cuda/by_dtype"
-"""In the build folder, where CMake writes these files."""
+"""The folder in the build folder where CMake writes these files."""
 
 NORMS = (
     Fault(

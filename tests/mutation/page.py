@@ -1,4 +1,4 @@
-"""Results of planted faults: a file that a later run continues, and the tables of the page."""
+"""Results of planted faults: a file that later runs extend, and the tables of the page."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Finding(NamedTuple):
 
     fault: str
     digest: str
-    """Changes with the fault and with the file that it is in."""
+    """A hash of the fault and of the file that it changes."""
     result: str
     """caught, missed, or an error."""
     run: str
-    """The run that found it: default, or full."""
+    """The run with that test: default or full."""
     by: str
     """The test that failed."""
     seconds: float
@@ -33,13 +33,13 @@ class Finding(NamedTuple):
 
 
 def digest_of(fault: Fault) -> str:
-    """Changes with the fault and with the file that it is in."""
+    """A hash of the fault and of the file that it changes."""
     text = (ROOT / fault.file).read_text()
     return hashlib.sha256(f"{tuple(fault)}{text}".encode()).hexdigest()[:12]
 
 
 class Results:
-    """The findings, one a line of a JSON file."""
+    """The findings, in a file with one line of JSON each."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -49,12 +49,12 @@ class Results:
         self.lock = threading.Lock()
 
     def is_done(self, fault: Fault) -> bool:
-        """Whether the fault was caught as it is now."""
+        """Whether the present version of the fault was caught."""
         found = self.found.get(fault.name)
         return found is not None and found.result == "caught" and found.digest == digest_of(fault)
 
     def add(self, finding: Finding) -> None:
-        """Keep a finding, in the file, too."""
+        """Store a finding, also in the file."""
         with self.lock:
             self.found[finding.fault] = finding
             rows = [self.found[fault.name] for fault in FAULTS if fault.name in self.found]
@@ -64,7 +64,7 @@ class Results:
 
 
 def line_of(fault: Fault, finding: Finding) -> str:
-    """The row of a fault."""
+    """The table row of a fault."""
     test = finding.by.removeprefix("tests/contract/test_contract.py::test_contract")
     test = test.removeprefix("tests/ops/")
     test = test[1:-1] if test.startswith("[") else test
@@ -73,7 +73,7 @@ def line_of(fault: Fault, finding: Finding) -> str:
 
 
 def table(findings: list[Finding], old: str) -> str:
-    """The part of the page for one device; faults that were not tried keep their lines."""
+    """The table of one device; faults that were not tried keep their rows."""
     rows = {
         line.split(" | ")[0].removeprefix("| "): line
         for line in old.splitlines()
@@ -92,7 +92,7 @@ def table(findings: list[Finding], old: str) -> str:
 
 
 def write(page: Path, results: Results) -> None:
-    """Replace the tables of the devices that have results."""
+    """Write new tables for the devices that have results."""
     text = page.read_text()
     for part in ("cpu", "cuda"):
         names = {fault.name for fault in FAULTS if part in fault.device}

@@ -1,4 +1,4 @@
-"""Packages of torchkiln with a fault each, made from one build folder."""
+"""Packages of torchkiln with one fault each, made from one build folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIBRARIES = (
     MODULE,
 )
 LIMIT = 1200
-"""Seconds for a command of the build."""
+"""Time limit of a command of the build, in seconds."""
 
 
 def isa() -> str:
@@ -35,25 +35,25 @@ def isa() -> str:
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """Copy a folder as hard links, which take no time and no space."""
+    """Copy a folder by hard links, which is fast and takes no space."""
 
     def link(one: str, other: str) -> None:
         try:
             os.link(one, other)
-        except OSError:  # another file system
+        except OSError:  # another file system needs copies
             shutil.copy2(one, other)
 
     shutil.copytree(source, target, copy_function=link)
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file; other links to the old one keep its text."""
+    """Write a new file; hard links to the old one keep the old text."""
     path.unlink()
     path.write_text(text)
 
 
 def shell(command: str, folder: Path) -> None:
-    """Run one command of the build."""
+    """Run a command of the build; raises ValueError if it fails."""
     done = subprocess.run(
         command, shell=True, cwd=folder, check=False, capture_output=True, text=True, timeout=LIMIT
     )
@@ -75,7 +75,7 @@ class Build:
         self.links = {name: self.link_of(name) for name in LIBRARIES if name in outputs}
 
     def run(self, tool: str, *arguments: str) -> str:
-        """The output of a tool that CMake has found, in the build folder."""
+        """The output of a tool of the CMake build, run in the build folder."""
         done = subprocess.run(
             [self.tools[tool], *arguments],
             cwd=self.folder,
@@ -115,7 +115,7 @@ class Build:
 
 
 def changed_sources(fault: Fault, copy: Path) -> Path:
-    """A copy of the sources with the fault in it; returns the changed file."""
+    """Copy the sources with the fault; returns the path of the changed file."""
     for name in ("cuda", "cpp", "src"):
         link_tree(ROOT / name, copy / name)
     path = copy / fault.file
@@ -128,7 +128,7 @@ def changed_sources(fault: Fault, copy: Path) -> Path:
 
 
 def compile_fault(build: Build, fault: Fault, folder: Path) -> dict[str, str]:
-    """Compile the changed file; returns the new objects by the names of those of the build."""
+    """Compile the changed file; returns each new object by the name of the build's object."""
     copy = folder / "source"
     objects: dict[str, str] = {}
     for command in build.compiles(fault.unit or fault.file):
@@ -142,14 +142,14 @@ def compile_fault(build: Build, fault: Fault, folder: Path) -> dict[str, str]:
 
 
 def link_fault(build: Build, objects: dict[str, str], package: Path) -> None:
-    """Link the library that has the objects."""
+    """Link the library that contains these objects."""
     for library, command in build.links.items():
         if not any(f" {old} " in command for old in objects):
             continue
         words = command
         target = package / ("" if library == MODULE else "lib") / Path(library).name
         target.unlink()
-        # In front: of a function of a header that several objects have, the linker takes the first.
+        # First, because the linker takes an inline function from the first object that has it.
         for old in objects:
             words = words.replace(f" {old} ", " ")
         made = " ".join(objects.values())
@@ -159,7 +159,7 @@ def link_fault(build: Build, objects: dict[str, str], package: Path) -> None:
 
 
 def plant(build: Build, clean: Path, fault: Fault, folder: Path) -> Path:
-    """The package with the fault in it; returns the folder to put on the path."""
+    """Make a package with the fault; returns the folder for Python's path."""
     shutil.rmtree(folder, ignore_errors=True)
     path = changed_sources(fault, folder / "source")
     package = folder / "package" / "torchkiln"

@@ -1,4 +1,4 @@
-"""The tests that may find a fault, and one run of some of them."""
+"""Selects tests that may catch a fault, and runs them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONTRACT = "tests/contract/test_contract.py"
 OPS = "tests/ops"
 QUIET = ("-p", "no:cacheprovider", "--no-header", "--no-showlocals", "--tb=line")
 LARGE = "2_to_the_31"
-"""In the names of tests that need tens of gigabytes: one of them runs at a time."""
+"""Part of the names of tests that need tens of gigabytes; one of them runs at a time."""
 FAMILIES = """
 import json, torchkiln
 from torchkiln.testing.specs import FAMILIES
@@ -33,23 +33,23 @@ one_large_test = threading.Lock()
 
 
 class Trial(NamedTuple):
-    """The result of one run."""
+    """The result of one run of tests."""
 
     result: str
     """caught, missed, or an error."""
     by: str = ""
-    """The first test that failed, or what the error says."""
+    """The first failed test, or the text of the error."""
 
 
 def environment(package: Path, threads: int = 0) -> dict[str, str]:
-    """Variables with which Python imports the package in a folder."""
+    """Environment variables with which Python imports the package in this folder."""
     path = os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH")])])
     several = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     return {**os.environ, "PYTHONPATH": path, **several}
 
 
 def pytest(package: Path, *arguments: str, limit: float, threads: int = 0) -> tuple[int, str]:
-    """Exit status and output of pytest with the package."""
+    """Runs pytest with the package; returns exit status and output."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *QUIET, *arguments],
         cwd=ROOT,
@@ -64,7 +64,7 @@ def pytest(package: Path, *arguments: str, limit: float, threads: int = 0) -> tu
 
 
 def families_of(package: Path) -> dict[str, str]:
-    """The family of each op. Requires that Python imports the package that is put on the path."""
+    """The family of each op, computed by a Python that must import this package."""
     done = subprocess.run(
         [sys.executable, "-c", FAMILIES],
         env=environment(package),
@@ -92,7 +92,7 @@ def failed_first(output: str) -> str:
 
 
 def run(package: Path, tests: Iterable[str], listed: Path, limit: float, threads: int) -> Trial:
-    """Run tests until one fails."""
+    """Run tests until one fails; returns the result."""
     tests = list(tests)
     if not tests:
         return Trial("missed")
@@ -115,7 +115,7 @@ def run(package: Path, tests: Iterable[str], listed: Path, limit: float, threads
 
 
 class Suite:
-    """The tests of operators in the default run, the sample of a day, and those of the full run."""
+    """The tests of operators in a default run, which is the sample of a day, and in a full run."""
 
     def __init__(self, package: Path, day: int) -> None:
         self.package = package
@@ -125,7 +125,7 @@ class Suite:
         self.lock = threading.Lock()
 
     def collect(self, option: str) -> list[str]:
-        """The tests of a run; several threads share one collection."""
+        """The tests of a run; threads share one collection."""
         with self.lock:
             if option not in self.collected:
                 options = ("--collect-only", "-q", option, CONTRACT, OPS)
@@ -147,11 +147,11 @@ class Suite:
         return self.collect("--full")
 
     def expected(self, fault: Fault, tests: list[str]) -> list[str]:
-        """The tests that the fault names."""
+        """The tests that the fault names and that can run on its device."""
         return [test for test in of_device(fault, tests) if is_named(fault, test)]
 
     def related(self, fault: Fault, tests: list[str]) -> list[str]:
-        """The tests of the family of the fault's op, without those that need much memory."""
+        """The tests of the op's family, except those that need much memory."""
         family = self.families[fault.op]
         ops = "|".join(op for op, of in self.families.items() if of == family)
         pattern = re.compile(
@@ -161,7 +161,7 @@ class Suite:
 
 
 def of_device(fault: Fault, tests: list[str]) -> list[str]:
-    """The tests that run on the device of the fault, or on none."""
+    """The tests without those for another device than the fault's."""
     other = re.compile(r"[\[-]cpu[\]-]" if "cuda" in fault.device else r"[\[-]cuda[\]-]")
     return [test for test in tests if not other.search(test)]
 

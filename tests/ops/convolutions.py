@@ -29,7 +29,7 @@ TORCHS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def moved(bn: Any) -> Any:
-    """A batch norm with statistics and parameters of a trained one."""
+    """Draws running statistics and parameters of a batch norm, as if it had been trained."""
     for tensor in (bn.running_mean, bn.weight.data, bn.bias.data):
         tensor.normal_()
     bn.running_var.uniform_(0.5, 2.0)
@@ -37,7 +37,7 @@ def moved(bn: Any) -> Any:
 
 
 def layer(device: torch.device, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    """A module in eval mode with random statistics."""
+    """A ConvBNAct2d in eval mode, with random statistics and parameters of its batch norm."""
     settings: dict[str, Any] = {"kernel_size": 3, "padding": 1, **options}
     made = torchkiln.nn.ConvBNAct2d(8, 16, **settings)
     moved(made.bn)
@@ -45,7 +45,7 @@ def layer(device: torch.device, dtype: torch.dtype = torch.float32, **options: A
 
 
 def exact(module: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
-    """The formula in float64, with torch's modules."""
+    """The result in float64 by torch's modules."""
     wide = copy.deepcopy(module).double()
     y = wide.bn(wide.conv(x.double()))
     y = y if residual is None else y + residual.double()

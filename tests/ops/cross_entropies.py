@@ -1,4 +1,4 @@
-"""Calls that the tests of cross_entropy share."""
+"""Logits, targets and gradients that the tests of cross_entropy share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def some(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Logits that need a gradient, and classes."""
+    """Logits that require a gradient, and a class per row."""
     logits = torch.randn(9, 21, device=device, requires_grad=True)
     return logits, torch.randint(21, (9,), device=device)
 

@@ -13,7 +13,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def name(value: object) -> str:
-    """A short name for the title of a test."""
+    """A short name of a parameter, for test ids."""
     return str(value).removeprefix("torch.")
 
 

@@ -1,4 +1,4 @@
-"""Norms, dtypes and gradients that the tests of norms share."""
+"""Specs, names and dtypes that the tests of norms share."""
 
 from __future__ import annotations
 

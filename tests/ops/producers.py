@@ -1,4 +1,4 @@
-"""What the tests of ops with a result in E4M3 share."""
+"""Helpers for tests of ops that write E4M3."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ ON_GPU = pytest.param("cuda", marks=pytest.mark.cuda)
 DEVICES = ("cpu", *([ON_GPU] if torch.cuda.is_available() else []))
 HAS_PRODUCT = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 PRODUCT_DEVICES = ("cpu", *([ON_GPU] if HAS_PRODUCT else []))
-"""Where torch multiplies quantised tensors."""
+"""Devices on which torch multiplies E4M3 tensors."""
 
 
 class Op(NamedTuple):
-    """An op, and its form that quantises."""
+    """An op, and the op that writes the same result as E4M3."""
 
     plain: Callable[..., Any]
     quantizing: Callable[..., Any]
 
 
 def draw(*shape: int, device: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Normal numbers."""
+    """Normally distributed numbers, the same on each device."""
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randn(shape, generator=generator).to(device, dtype)
 
 
 def carrier(found: Quantized) -> Tensor:
-    """The tensor that autograd gives the gradient to."""
+    """The tensor of a quantised result that carries its gradient."""
     assert found.source is not None
     return found.source
 
 
 def parts(result: Any) -> tuple[Any, ...]:
-    """The results of a call as a tuple."""
+    """The results of a call, as a tuple."""
     return result if type(result) is tuple else (result,)
 
 
 def require_equal(found: Quantized, plain: Tensor) -> None:
-    """Compare with quantize() of the plain result: bits on a CPU; a GPU may sum in other order."""
+    """Require quantize() of the plain result: its bits on a CPU, near them on a GPU."""
     expected = quantize(plain)
     assert found.data.dtype == torch.float8_e4m3fn
     assert found.data.is_contiguous()
@@ -70,7 +70,7 @@ def require_equal(found: Quantized, plain: Tensor) -> None:
 
 
 def require_like_plain(op: Op, args: tuple[Any, ...], **options: Any) -> None:
-    """Compare a call with the plain op: results, and gradients of the same incoming ones."""
+    """Require the plain op's results, and its gradients for the same incoming gradients."""
     inputs = [a.requires_grad_() for a in args if isinstance(a, Tensor)]
     expected = parts(op.plain(*args, **options))
     found = parts(op.quantizing(*args, **options))
@@ -89,5 +89,5 @@ def require_like_plain(op: Op, args: tuple[Any, ...], **options: Any) -> None:
 
 
 def to_meta(value: Any) -> Any:
-    """The argument on the device meta."""
+    """A tensor on the device meta; every other argument unchanged."""
     return value.to("meta") if isinstance(value, Tensor) else value

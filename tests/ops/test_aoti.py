@@ -1,4 +1,4 @@
-"""Models that AOTInductor has compiled call the C functions of ops."""
+"""Models compiled by AOTInductor call the C functions of ops."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torchkiln
 
 
 class EveryKind(nn.Module):
-    """Arguments and results of every kind: lists, strings, dtypes, None, several results, none."""
+    """Calls with lists, strings, dtypes and None as arguments, and with several results or none."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
-        """Results of the calls."""
+        """Results of all calls."""
         residual = x * 2
         changed = x + 1
         torchkiln.add_rms_norm_(changed, residual, (64,), weight)
@@ -66,7 +66,7 @@ def test_c_functions_give_the_same_results(tmp_path: Path) -> None:
 
 
 def test_every_op_without_gradients_has_a_c_function() -> None:
-    """Only parts of backwards and of training, ops that return their argument, and a question."""
+    """The ops without one are parts of backwards and of training, in-place forms, and a query."""
     options = torchkiln.aoti_options()
     found = {op.name() for op in options["aot_inductor.custom_ops_to_c_shims"]}
     all_ops = {

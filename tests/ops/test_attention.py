@@ -1,4 +1,4 @@
-"""Attention and its cache, beside the same computation in plain torch."""
+"""Attention and its cache, compared with the same computation in plain torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tables(tokens: int, **options: Any) -> tuple[Tensor, Tensor]:
 def plain(
     layer: Attention, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None = None
 ) -> Tensor:
-    """The formula of the docstring, without an op of torchkiln and without fused attention."""
+    """The documented formula in torch's ops, with softmax written out."""
     sizes = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
     qkv = F.linear(x, layer.qkv.weight, layer.qkv.bias)
     q, k, v = qkv.unflatten(-1, (-1, layer.head_dim)).transpose(1, 2).split(sizes, 1)
@@ -134,7 +134,7 @@ def test_decoding_from_the_cache_is_the_full_forward(
     torch.testing.assert_close(torch.cat(parts, 1), expected)
     cache.reset()
     assert not cache.keys.any()
-    with torch.no_grad():  # several tokens at once, at positions
+    with torch.no_grad():  # several tokens at given positions
         two = [
             layer(x[:, at], cos, sin, cache=cache, positions=at)
             for at in torch.arange(TOKENS, device=device).split(4)
@@ -144,7 +144,7 @@ def test_decoding_from_the_cache_is_the_full_forward(
 
 @pytest.mark.parametrize("form", ["llama", "gemma"])
 def test_sequences_of_different_lengths(form: str, device: torch.device) -> None:
-    """Each sequence has its own positions; the padding of the shorter prompt is left out."""
+    """Sequences have different positions; the padding of the shorter prompt is masked."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"num_kv_heads": KV_HEADS, "head_dim": HEAD} | FORMS[form]
     layer = Attention(DIM, HEADS, **options, device=device)
@@ -181,10 +181,10 @@ def test_a_cache_without_rotation(batched: bool) -> None:
 def test_the_cache_may_have_another_dtype(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is written by KVCache.write() then, and else in the pass that rotates."""
+    """KVCache.write() writes into a cache of another dtype, the rotating op into the same one."""
     layer = Attention(DIM, HEADS, KV_HEADS, HEAD, qk_norm="head", dtype=torch.float64)
     x = torch.randn(2, TOKENS, DIM, dtype=torch.float64)
-    angles = torch.randn(2, TOKENS, HEAD // 2, dtype=torch.float64)  # factors of each token
+    angles = torch.randn(2, TOKENS, HEAD // 2, dtype=torch.float64)  # cos and sin per token
     cos, sin = angles.cos(), angles.sin()
     cache = KVCache(2, TOKENS, KV_HEADS, HEAD, dtype=dtype)
     calls: list[None] = []
@@ -262,7 +262,7 @@ def test_explain_names_the_kernel_of_attention() -> None:
 
 
 def test_the_cache_is_a_module() -> None:
-    """It moves and converts; its buffers are no state of a model."""
+    """The cache moves and converts as a module; its buffers are not in the state_dict."""
     cache = KVCache(2, 9, num_kv_heads=3, head_dim=4)
     assert cache.keys.shape == (2, 3, 9, 4)
     assert cache.max_length == 9

@@ -35,7 +35,7 @@ CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 @contextmanager
 def fake_autocast() -> Iterator[None]:
-    """Autocast to bfloat16; ``torch.autocast`` turns itself off where there is no GPU."""
+    """Autocast to bfloat16 on CUDA without a GPU, where ``torch.autocast`` would disable itself."""
     before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", torch.bfloat16)
@@ -49,14 +49,14 @@ def fake_autocast() -> Iterator[None]:
 
 @pytest.fixture(params=["fake", pytest.param("cuda", marks=pytest.mark.cuda)])
 def autocast(request: pytest.FixtureRequest) -> AbstractContextManager[Any]:
-    """Autocast with fake tensors, or on a GPU."""
+    """Autocast with fake tensors, and on a GPU."""
     if request.param == "fake":
         return fake_autocast()
     return torch.autocast("cuda", torch.bfloat16)
 
 
 def listed() -> set[str]:
-    """The ops of the row of docs/differences.md."""
+    """The ops in the row on CUDA's autocast in docs/differences.md."""
     (row,) = re.findall(r"^\| (.*) under autocast on CUDA \|", PAGE.read_text(), re.MULTILINE)
     return set(re.findall(r"`(\w+)`", row))
 

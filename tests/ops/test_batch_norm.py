@@ -56,14 +56,14 @@ def test_moves_the_running_statistics_as_torch(
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
-        ((1, 1200, 2, 2), torch.float32),  # in vectors
-        ((3, 1025, 3, 1), torch.float32),  # in single elements
+        ((1, 1200, 2, 2), torch.float32),  # read in vectors
+        ((3, 1025, 3, 1), torch.float32),  # read in single elements
         ((2, 2048, 8, 16), torch.bfloat16),
-        ((4, 600, 40, 40), torch.bfloat16),  # blocks with large channels alone
-        ((2, 16, 128, 128), torch.bfloat16),  # several blocks for each channel
+        ((4, 600, 40, 40), torch.bfloat16),  # each block has channels of its own
+        ((2, 16, 128, 128), torch.bfloat16),  # several blocks per channel
         ((3, 8, 70, 65), torch.float32),
-        ((7, 1100, 24, 2), torch.float32),  # short planes
-        ((6, 4099, 1, 1), torch.bfloat16),  # a thread adds the parts of a channel
+        ((7, 1100, 24, 2), torch.float32),  # planes of 48 pixels
+        ((6, 4099, 1, 1), torch.bfloat16),  # one thread adds up the parts of a channel
         ((3, 4099, 2, 1), torch.float32),
     ],
 )
@@ -111,7 +111,7 @@ def test_a_norm_called_twice(
     first: Callable[[Tensor, nn.BatchNorm2d], Tensor],
     second: Callable[[Tensor, nn.BatchNorm2d], Tensor],
 ) -> None:
-    """The second call moves the statistics, and the first can still be differentiated."""
+    """The second call updates the statistics, and the first can still be differentiated."""
     x = drawn(device, 2, 4, 3, 3).requires_grad_()
     found = []
     for calls in ((first, second), (torchs_norm, torchs_norm)):
@@ -123,7 +123,7 @@ def test_a_norm_called_twice(
 
 
 def test_a_fold_is_renewed_when_a_call_has_moved_the_statistics(device: torch.device) -> None:
-    """Although their version stays."""
+    """A call in training updates the running statistics without a new version; the fold is new."""
     x, weight = drawn(device, 2, 4, 6, 6), nn.Parameter(drawn(device, 4, 4, 3, 3))
     parts = vectors(device, 4)
 
@@ -142,7 +142,7 @@ def test_a_fold_is_renewed_when_a_call_has_moved_the_statistics(device: torch.de
 def test_update_is_registered_as_torch_requires(
     device: torch.device, *, requires_grad: bool
 ) -> None:
-    """The op that changes running statistics says so, and bn_act refuses to hide it."""
+    """The schema of _bn_act_update marks the statistics as written; bn_act itself refuses them."""
     x = drawn(device, 3, 4, 2, requires_grad=requires_grad)
     args = (x, *vectors(device, 4))
     torch.library.opcheck(torch.ops.torchkiln._bn_act_update.default, args)
@@ -171,7 +171,7 @@ def test_running_statistics_at_any_strides_and_in_half_precision(device: torch.d
 def test_layouts_agree(
     device: torch.device, shape: tuple[int, ...], act: str, *, residual: bool
 ) -> None:
-    """Contiguous, channels last, and mixed ones; the result has the layout of x."""
+    """Contiguous, channels-last and mixed arguments have equal results, in the layout of x."""
     weight, bias, *_ = vectors(device, shape[1])
     x, added, grad = (drawn(device, *shape) for _ in range(3))
     found = []
@@ -226,7 +226,7 @@ def test_a_small_spread_beside_a_large_mean(
 def test_saves_one_bit_of_the_residual_for_relu(
     device: torch.device, act: str, kept: float
 ) -> None:
-    """Beside x, the statistics and the parameters."""
+    """Saved are x, statistics, parameters, and for relu one bit per element of the residual."""
     x, residual = (drawn(device, *SHAPE).requires_grad_() for _ in range(2))
     saved: list[Tensor] = []
 
@@ -305,7 +305,7 @@ def test_modules_are_torchs(
     *,
     tracks: bool,
 ) -> None:
-    """In training and in eval mode, with torch's state."""
+    """Results and state equal those of torch's modules, in training and in eval mode."""
     made = {"momentum": momentum, "track_running_stats": tracks, "device": device}
     layer, other = ours(8, **made), torchs(8, **made)
     assert isinstance(layer, torchs)
@@ -330,7 +330,7 @@ def test_modules_refuse_other_ranks_and_activations(device: torch.device) -> Non
 
 
 def test_half_precision_with_float32_parameters(device: torch.device) -> None:
-    """The input of a layer under autocast."""
+    """bfloat16 x, as under autocast: result and gradient are bfloat16, parameters' float32."""
     layer: Any = torchkiln.nn.BatchNormAct2d(16, act="silu", device=device)
     x: Any = drawn(device, *SHAPE, dtype=torch.bfloat16).requires_grad_()
     y = layer(x)
@@ -349,7 +349,7 @@ def test_explain_names_the_kernels_and_the_copies(device: torch.device) -> None:
 
 
 def test_saved_tensors_in_another_layout(device: torch.device) -> None:
-    """As from torch.autograd.graph.save_on_cpu with pinned memory, which is contiguous."""
+    """Backward takes saved tensors in another layout, as save_on_cpu with pinned memory returns."""
     made = [torch.randn(4, 8, 5, 6, device=device).double() for _ in range(3)]
     x, residual, grad = (t.to(memory_format=torch.channels_last).requires_grad_() for t in made)
     found = []

@@ -1,4 +1,4 @@
-"""Batch norm of channels_last images in one kernel, whose blocks keep what they have read."""
+"""Batch norm of channels-last images in one kernel, which keeps what it read in registers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ bn_act: Any = torchkiln.bn_act
 batch_norm: Any = F.batch_norm
 pytestmark = pytest.mark.cuda
 
-# Pixels and channels. An H100 has 264 blocks, whose threads keep up to 26 rows.
+# Pixels and channels. An H100 runs 264 blocks at once, whose threads keep up to 26 rows.
 SIZES = {
     "all rows stay": (20001, 64),
     "rows go through the ring": (1_900_001, 8),
@@ -29,7 +29,7 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.b
 
 
 def arguments(size: tuple[int, int], dtype: torch.dtype, mean: float) -> list[Tensor]:
-    """x, whose channels have means of some deviations, weight and bias."""
+    """x with channel means of about ``mean`` standard deviations, weight and bias."""
     pixels, channels = size
     x = torch.randn(1, pixels, 1, channels, device="cuda")
     x += mean * torch.randn(channels, device="cuda")
@@ -68,18 +68,18 @@ def test_against_the_truth(
 
     limits = torch.finfo(dtype)
     rounding, step = 0.51 * limits.eps, limits.smallest_normal * limits.eps
-    for ours, right in zip(found[:2], truth[:2], strict=True):  # rounded to dtype
+    for ours, right in zip(found[:2], truth[:2], strict=True):  # results rounded to dtype
         scale = right.abs().amax(dim=(0, 2, 3), keepdim=True)
         allowed = rounding * right.abs() + 2e-6 * scale + step
         assert ((ours.double() - right).abs() <= allowed).all()
-    for ours, right in zip(found[2:], truth[2:], strict=True):  # sums over the pixels
+    for ours, right in zip(found[2:], truth[2:], strict=True):  # sums over all pixels
         assert (ours.double() - right).norm() <= 1e-5 * right.norm() + 1e-5 * size[0] ** 0.5
     torch.testing.assert_close([each.double() for each in running], expected, rtol=1e-6, atol=1e-6)
 
 
 @dtypes
 def test_a_mean_of_many_deviations(dtype: torch.dtype) -> None:
-    """Statistics are sums of the distances to an element of each part."""
+    """A mean of 250 deviations costs no digits, as sums are of distances to a nearby element."""
     x, weight, bias = arguments((300_001, 64), torch.float32, mean=0)
     x = (x.detach() * 4 + 1000).to(dtype).contiguous(memory_format=torch.channels_last)
     found = bn_act(x, weight, bias, act="none", training=True)

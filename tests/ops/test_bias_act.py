@@ -20,14 +20,14 @@ from torchkiln.typing import Activation
 
 
 def gradient(leaf: Tensor) -> Tensor:
-    """The gradient that a backward has left."""
+    """The gradient of a leaf after backward()."""
     assert leaf.grad is not None
     return leaf.grad
 
 
 @every_dtype
 def test_special_values(device: torch.device, dtype: torch.dtype) -> None:
-    """NaN goes through, infinities follow arithmetic, and no result is -0."""
+    """NaN propagates, infinities follow arithmetic, and no result is -0."""
     numbers = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -1.0]
     column = torch.tensor(numbers, dtype=dtype, device=device)
     x = column.repeat(6)[:, None].expand(-1, len(numbers) * 6).contiguous()
@@ -42,7 +42,7 @@ def test_special_values(device: torch.device, dtype: torch.dtype) -> None:
 
 @every_dtype
 def test_gradient_at_special_values(device: torch.device, dtype: torch.dtype) -> None:
-    """As in torch.relu, the gradient is 0 at output 0, and passes at outputs NaN and infinity."""
+    """As with torch.relu, the gradient is 0 for outputs of 0, and passes for NaN and infinity."""
     x = torch.tensor([[0.0, -0.0, -1.0, 1.0, math.inf, -math.inf, math.nan]], dtype=dtype)
     x = x.repeat(3, 5).to(device)
     bias = torch.zeros(35, dtype=dtype, device=device)
@@ -56,7 +56,7 @@ def test_gradient_at_special_values(device: torch.device, dtype: torch.dtype) ->
 
 
 def test_overflow_of_half_precision(device: torch.device) -> None:
-    """The product may leave float16's range as long as the result does not."""
+    """x * scale may exceed float16's range if the result does not."""
     x = torch.full((4, 40), 60000.0, dtype=torch.float16, device=device)
     bias = torch.full((40,), -60000.0, dtype=torch.float16, device=device)
     assert (torchkiln.bias_act(x, bias, scale=2.0) == 60000.0).all()
@@ -68,14 +68,14 @@ def test_overflow_of_half_precision(device: torch.device) -> None:
 def test_half_precision_is_rounded_once(
     device: torch.device, dtype: torch.dtype, bias_dtype: str
 ) -> None:
-    """The result is the float32 result, rounded."""
+    """The result is the float32 result, rounded once."""
     x = torch.randn(67, 129, device=device).to(dtype)
     bias = torch.randn(129, device=device).to(dtype if bias_dtype == "same" else torch.float32)
     found = torchkiln.bias_act(x, bias, scale=0.37)
     wide = torch.relu(x.double() * 0.37 + bias.double())
     exact = wide.to(dtype)
     step = torch.finfo(dtype).eps * wide
-    # Double rounding through float32 changes only results on a tie, by one step.
+    # The float32 rounding before can change only results that are ties, by one step.
     different = found != exact
     assert (found.double() - wide).abs().le(0.501 * step + 1e-7).all()
     assert different.sum() <= found.numel() // 1000
@@ -83,7 +83,7 @@ def test_half_precision_is_rounded_once(
 
 @every_dtype
 def test_bias_gradient_of_integers_is_exact(device: torch.device, dtype: torch.dtype) -> None:
-    """Sums that float32 represents exactly are exact for any order of the terms."""
+    """The gradient of bias is exact if float32 represents the sums: any order of terms is."""
     rows, columns = 2053, 71
     grad = torch.randint(-3, 4, (rows, columns), device=device).to(dtype)
     x = torch.randint(0, 2, (rows, columns), device=device).to(dtype)
@@ -95,7 +95,7 @@ def test_bias_gradient_of_integers_is_exact(device: torch.device, dtype: torch.d
 
 @pytest.mark.parametrize("dtype", HALF, ids=name)
 def test_float32_bias_gets_a_float32_gradient(device: torch.device, dtype: torch.dtype) -> None:
-    """Not one that went through half precision: 2053 is no bfloat16 and no float16."""
+    """The gradient of a float32 bias is summed in float32: neither half dtype has 2053."""
     rows = 2053
     x = torch.ones(rows, 5, device=device, dtype=dtype, requires_grad=True)
     bias = torch.ones(5, device=device, requires_grad=True)
@@ -111,7 +111,7 @@ def test_float32_bias_gets_a_float32_gradient(device: torch.device, dtype: torch
     ids=lambda s: "x".join(map(str, s)),
 )
 def test_long_sums(device: torch.device, shape: tuple[int, int]) -> None:
-    """Extreme numbers of rows and of columns, with sums that float32 holds exactly."""
+    """Sums of very many rows or columns are exact, since float32 represents each of them."""
     grad = torch.randint(-2, 3, shape, device=device).float()
     x = torch.randint(-1, 2, shape, device=device).float()
     bias = torch.zeros(shape[1:], device=device, requires_grad=True)
@@ -125,7 +125,7 @@ def test_long_sums(device: torch.device, shape: tuple[int, int]) -> None:
 
 
 def test_accuracy_of_a_long_sum(device: torch.device) -> None:
-    """A million positive terms: as good as torch's own sum, which adds in pairs."""
+    """The sum of 1,000,003 positive terms is as accurate as torch's pairwise sum."""
     rows = 1_000_003
     grad = torch.rand(rows, 2, device=device)
     x = torch.ones(rows, 2, device=device)
@@ -139,7 +139,7 @@ def test_accuracy_of_a_long_sum(device: torch.device) -> None:
 
 @pytest.mark.parametrize("rows", [63, 2049])
 def test_a_sum_of_equal_rows(rows: int) -> None:
-    """Every rounding has the same sign: 16 of them, of half a step of half the sum, may add up."""
+    """The error is at most 5 eps though all roundings have the same sign."""
     grad = torch.full((rows, 17), 0.98912)
     bias = torch.zeros(17, requires_grad=True)
     torchkiln.bias_act(torch.ones(rows, 17), bias, act="none").backward(grad)
@@ -150,7 +150,7 @@ def test_a_sum_of_equal_rows(rows: int) -> None:
 @pytest.mark.large
 @pytest.mark.cuda
 def test_bias_gradient_of_more_than_2_to_the_31_elements() -> None:
-    """Every row counts, on both sides of element 2**31; float32 holds the sums exactly."""
+    """Rows on both sides of element 2**31 count in the sum, which float32 represents."""
     device = torch.device("cuda", 0)
     rows, columns = 1 << 16, (1 << 15) + 8
     row = torch.arange(rows, device=device).remainder(509).neg().to(torch.bfloat16)
@@ -158,7 +158,7 @@ def test_bias_gradient_of_more_than_2_to_the_31_elements() -> None:
     bias = torch.arange(columns, device=device).remainder(241).float().requires_grad_()
     output = torchkiln.bias_act(x, bias, scale=0.5)
     output.backward(torch.tensor(0.5, device=device, dtype=x.dtype).expand(x.shape))
-    # All columns of x are the same, so the sum depends on the bias alone.
+    # All columns of x are equal, so each sum depends only on the bias.
     passed = [(x[:, 0].float() * 0.5 + b > 0).sum() for b in range(241)]
     expected = torch.stack(passed)[bias.detach().long()] * 0.5
     assert torch.equal(gradient(bias), expected)
@@ -208,7 +208,7 @@ def test_inputs_changed_in_place_are_noticed(device: torch.device, act: Activati
     output = torchkiln.bias_act(leaf, bias, act=act)
     (expected,) = torch.autograd.grad(output.sum(), leaf)
     output = torchkiln.bias_act(leaf, bias, act=act)
-    output.add_(1)  # which backward never reads
+    output.add_(1)  # backward does not read it
     with torch.no_grad():
         leaf.mul_(-1)
     if act in ("none", "relu"):
@@ -228,7 +228,7 @@ def test_every_activation_is_the_op_of_its_name(device: torch.device, act: Activ
 
 @every_dtype
 def test_gradients_do_not_depend_on_threads(dtype: torch.dtype) -> None:
-    """The rows are divided by their number alone."""
+    """Gradients are equal bit by bit: the division of rows depends only on their number."""
     x = torch.randn(4099, 37).to(dtype).requires_grad_()
     bias = torch.randn(37).to(dtype).requires_grad_()
     grad = torch.randn(4099, 37).to(dtype)
@@ -243,7 +243,7 @@ def test_gradients_do_not_depend_on_threads(dtype: torch.dtype) -> None:
 
 
 def test_autocast_under_compile(device: torch.device) -> None:
-    """The policy holds where a graph is traced under autocast."""
+    """A graph traced under autocast has autocast's dtypes."""
     x = torch.randn(6, 10, device=device)
     bias = torch.randn(10, device=device)
 
@@ -268,7 +268,7 @@ def test_autocast_leaves_float64(device: torch.device) -> None:
     ("scale", "kind"), [(torch.ones(()), "Tensor"), ("2", "str"), (None, "NoneType")]
 )
 def test_scale_is_a_number(scale: object, kind: str) -> None:
-    """A tensor would lose its gradient, and cost a wait on a GPU."""
+    """A tensor is refused: it would lose its gradient, and reading it would wait for the GPU."""
     message = rf"torchkiln\.bias_act: scale: got {kind}, expected a number"
     with pytest.raises(TypeError, match=message):
         torchkiln.bias_act(torch.ones(2, 4), torch.ones(4), scale=scale)  # type: ignore[arg-type]
@@ -284,7 +284,7 @@ def test_other_numbers_are_scales() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_gradient_penalty_of_relu_is_0(device: torch.device, dtype: torch.dtype) -> None:
-    """The derivative of relu is constant, but its gradient stays in the graph, as torch's does."""
+    """The gradient of relu stays in the graph, and its own gradient is 0, as in torch."""
     for op in (torchkiln.bias_act,):
         x = torch.randn(4, 5, device=device).to(dtype).requires_grad_()
         bias = torch.randn(5, device=device).to(dtype).requires_grad_()
@@ -314,7 +314,7 @@ def test_the_result_has_the_strides_of_a_dense_x(
     act: Activation,
     dtype: torch.dtype,
 ) -> None:
-    """As torch's elementwise ops; values and gradients are those of a contiguous x."""
+    """Strides are those of torch's elementwise ops; values are those of a contiguous x."""
     shape, order = sizes
     x = torch.randn(shape, device=device).to(dtype).permute(order)
     bias = torch.randn(x.shape[-1], device=device).to(dtype)
@@ -356,7 +356,7 @@ def test_one_gradient_of_a_transposed_x(device: torch.device, wanted: tuple[bool
 
 
 def test_the_graph_of_a_transposed_x() -> None:
-    """Meta tensors have the strides of real ones, in both directions."""
+    """The compiled result and gradients have the strides of eager ones."""
     compiled = torch.compile(torchkiln.bias_act, backend="aot_eager", fullgraph=True)
     x, bias = torch.randn(24, 16).t(), torch.randn(24)
     made = []
@@ -374,7 +374,7 @@ def test_the_graph_of_a_transposed_x() -> None:
 def test_derivatives_of_the_fourth_order(
     device: torch.device, power: int, which: tuple[int, ...]
 ) -> None:
-    """Derivatives of a power of relu: relu's own second and higher derivatives are 0."""
+    """Derivatives up to the fourth of powers of relu equal torch's; relu'' is 0."""
     leaves = [drawn.requires_grad_() for drawn in torch.randn(2, 4, 5, device=device).double()]
     x, bias = leaves[0], leaves[1][0]
     chains = []

@@ -1,4 +1,4 @@
-"""The mask of tokens that are decoded into a cache."""
+"""The attention mask of tokens that are decoded with a cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def expected_mask(places: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 def test_keys_behind_a_token_are_hidden(
     device: torch.device, dtype: torch.dtype, length: int, batched: bool
 ) -> None:
-    """A token before the cache hides all keys; a token behind it hides none."""
+    """A negative position hides all keys; a position past the end of the cache hides none."""
     places = [[0, 3, length - 1, length, 2**40], [-1, 1, 2, length // 2, -(2**40)]]
     at = torch.tensor(places, device=device)
     at = at if batched else at.flatten()

@@ -1,4 +1,4 @@
-"""1x1 convolutions that compute the moments of their results, and the batch norm behind them."""
+"""1x1 convolutions that compute the moments of their results for the next batch norm."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ conv_bn_act: Any = torchkiln.conv_bn_act
 
 @pytest.fixture(autouse=True)
 def no_tf32() -> Iterator[None]:
-    """Convolutions of float32 in float32."""
+    """float32 convolutions without TF32."""
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         yield
 
@@ -47,19 +47,19 @@ def filters(device: torch.device, out: int, x: Tensor) -> Tensor:
     ("shape", "out"),
     [
         ((2, 8, 3, 5), 16),  # less than a tile
-        ((3, 72, 17, 31), 200),  # parts of tiles of pixels and channels, and of a step of k
+        ((3, 72, 17, 31), 200),  # parts of tiles in pixels and channels, and a part of a step of k
         ((5, 64, 16, 16), 64),  # whole tiles of pixels
         ((2, 128, 40), 136),
         ((1, 16, 6, 7, 20), 8),
-        ((2, 3, 4, 4), 5),  # no multiples of 8: torch's convolution
-        ((1, 8, 1, 1), 8),  # one pixel
+        ((2, 3, 4, 4), 5),  # no multiples of 8, so torch's convolution runs
+        ((1, 8, 1, 1), 8),  # a single pixel
     ],
 )
 @pytest.mark.parametrize("shift", [0, 100])
 def test_result_and_moments(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], out: int, shift: int
 ) -> None:
-    x = image(device, shape, dtype) + shift  # far from 0, so are the means of most channels
+    x = image(device, shape, dtype) + shift  # shifts the means of most channels far from 0
     weight = filters(device, out, x)
     y, moments = ops._pixel_conv(x, weight)
     rows, columns = x.movedim(1, -1).double(), weight.flatten(1).double()
@@ -170,7 +170,7 @@ needs_kernel = pytest.mark.skipif(
 
 @pytest.fixture
 def large() -> tuple[Tensor, Tensor]:
-    """A convolution whose kernel gains, of 2^23 results."""
+    """A convolution of 2^23 results, for which the kernel is faster than cuDNN."""
     device = torch.device("cuda:0")
     x = image(device, (64, 64, 32, 32), torch.bfloat16)
     return x, filters(device, 128, x)
@@ -202,7 +202,7 @@ def test_the_choice_of_the_kernel(large: tuple[Tensor, Tensor]) -> None:
 
 
 def errors(found: list[Tensor], truth: list[Tensor]) -> list[float]:
-    """The relative error of each tensor."""
+    """The error of each tensor relative to its norm."""
     pairs = zip(found, truth, strict=True)
     return [float(((t.double() - right).norm() / right.norm()).detach()) for t, right in pairs]
 

@@ -1,4 +1,4 @@
-"""conv_bn_act and its modules: truth in float64, what renews the fold, the choice of a way."""
+"""conv_bn_act and its modules: errors from float64, renewed folds, and which kernels run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_eval_is_the_formula(
             added = torch.randn(2, 16, 6, 5, device=device, dtype=dtype)
         found = module(x, added)
         assert found.dtype == dtype
-        convolved = module.conv(x)  # torch's float64 convolution on a GPU has another layout
+        convolved = module.conv(x)  # as torch's float64 result has another layout on a GPU
         for other in (torch.contiguous_format, LAST):
             assert found.is_contiguous(memory_format=other) == convolved.is_contiguous(
                 memory_format=other
@@ -137,7 +137,7 @@ def test_training_moves_the_statistics_and_has_torchs_gradients(device: torch.de
 
 
 def test_gradients_in_eval_mode(device: torch.device) -> None:
-    """With frozen statistics, also where only one tensor has a gradient, and in forward mode."""
+    """Gradients and forward derivatives agree with torch in eval mode, for any wanted tensors."""
     module = layer(device, torch.float64, act="silu")
     x = torch.randn(2, 8, 5, 5, device=device, dtype=torch.float64)
 
@@ -213,7 +213,7 @@ def test_the_rule(
 
 @torch.no_grad()
 def test_the_product_is_the_convolution(device: torch.device) -> None:
-    """On every device, although the rule chooses it on a GPU alone."""
+    """The product agrees with the convolution on every device, though only GPUs choose it."""
     x = torch.randn(2, 8, 6, 5, device=device).contiguous(memory_format=LAST)
     module = layer(device, kernel_size=1, padding=0, act="none")
     parts = Parts(module.conv.weight, None, *list(module.bn.state_dict().values())[:4])
@@ -284,7 +284,7 @@ def test_autocast(device: torch.device, *, enabled: bool) -> None:
         found = module(x)
         residual = torch.randn_like(found)
         added = module(x, residual)
-        wide = module(x, residual.double())  # three steps
+        wide = module(x, residual.double())  # runs as three steps
     assert found.dtype == (torch.bfloat16 if enabled else torch.float32)
     close(found, exact(module, x))
     close(added, exact(module, x, residual))
@@ -326,7 +326,7 @@ def test_a_step_of_other_parameters_keeps_the_fold(device: torch.device) -> None
 
 
 def test_a_compiled_optimizer() -> None:
-    """Its steps are compiled once, and renew the fold."""
+    """Steps of a compiled optimizer compile once and renew the fold."""
     module, x = layer(torch.device("cpu")), torch.randn(1, 8, 5, 5)
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -349,7 +349,7 @@ def test_made_from_modules(device: torch.device) -> None:
     assert module.conv is conv
     assert list(module.state_dict())[:3] == ["conv.weight", "conv.bias", "bn.weight"]
     close(module(x), exact(module, x))
-    vars(conv).update(stride=[2, 2], padding=1)  # torch's convolution takes both
+    vars(conv).update(stride=[2, 2], padding=1)  # torch accepts a list and a number
     close(module(x), exact(module, x))
     transposed: Any = torchkiln.nn.ConvBNAct2d.from_modules(
         nn.ConvTranspose2d(8, 6, 3, stride=2), moved(nn.BatchNorm2d(6))
@@ -426,7 +426,7 @@ def test_refused_calls(change: dict[str, Any], message: str) -> None:
 
 @torch.no_grad()
 def test_tensors_that_are_not_folded() -> None:
-    """Their results have shapes and classes as from torch's modules."""
+    """Results of meta, fake and subclass tensors have torch's shapes and classes."""
     meta = layer(torch.device("cpu")).to("meta")
     assert meta(torch.empty(2, 8, 5, 5, device="meta")).shape == (2, 16, 5, 5)
     module = layer(torch.device("cpu"))

@@ -33,7 +33,7 @@ def change_running(m: Any) -> None:
 
 
 def change_data(m: Any) -> None:
-    for _ in range(2):  # the second tensor may take the memory of the first
+    for _ in range(2):  # the second may get the memory of the first
         m.conv.weight.data = m.conv.weight.data * 2
 
 
@@ -82,7 +82,7 @@ def change_by_training(m: Any) -> None:
 
 
 def change_mode(m: Any) -> None:
-    """Even a change that torch does not count is seen behind a change of the mode."""
+    """A change that torch does not count is detected if the mode changes after it."""
     m.conv.weight.data.mul_(2)
     m.eval()
 
@@ -146,7 +146,7 @@ def test_a_convolution_shared_by_two_batch_norms(device: torch.device) -> None:
     module = layer(device)
     module(x)
     transposed = module.conv.weight.detach().movedim(2, 3)
-    module.conv.weight = nn.Parameter(transposed)  # another view of the same memory
+    module.conv.weight = nn.Parameter(transposed)  # the same memory in another view
     close(module(x), exact(module, x))
 
 

@@ -31,7 +31,7 @@ INF = math.inf
 def test_every_combination(
     device: torch.device, dtype: torch.dtype, reduction: Reduction, kind: str
 ) -> None:
-    """Values and gradients against float64."""
+    """Values and gradients of all combinations of options agree with float64."""
     choices = list(itertools.product((0.0, 0.1, 1.0), (False, True), (-100, 3), (0.0, 0.02)))
     for shape in ((5, 7), (3, 129), (2, 7, 3)):
         for smoothing, weighted, ignored, z_loss in choices:
@@ -101,7 +101,7 @@ def test_no_rows(device: torch.device) -> None:
 
 
 def test_weights_of_zero(device: torch.device) -> None:
-    """A mean over classes without weight is NaN, as in torch."""
+    """A mean over classes whose weights are all 0 is NaN, as in torch; their sum is 0."""
     logits, target = some(device)
     weight = torch.zeros(21, device=device)
     assert torchkiln.cross_entropy(logits, target, weight=weight).isnan()
@@ -110,7 +110,7 @@ def test_weights_of_zero(device: torch.device) -> None:
 
 @every_dtype
 def test_large_offsets(device: torch.device, dtype: torch.dtype) -> None:
-    """The loss depends only on differences of logits, which are exact in the dtype."""
+    """An offset of up to 5e4 in all logits adds no error: differences are exact in the dtype."""
     for offset in (1e4, -1e4, 5e4):
         logits = (offset + torch.randn(33, 300, device=device)).to(dtype).requires_grad_()
         wide = logits.detach().double().requires_grad_()
@@ -119,7 +119,7 @@ def test_large_offsets(device: torch.device, dtype: torch.dtype) -> None:
         expected = F.cross_entropy(wide, target, reduction="none")
         eps = max(torch.finfo(dtype).eps, 1e-6)
         torch.testing.assert_close(found.double(), expected, rtol=eps, atol=eps)
-        # The logarithm of the sum, which backward has, is rounded in steps of up to 0.004.
+        # Backward reads the float32 log-sum-exp, which is rounded in steps of up to 0.004.
         torch.testing.assert_close(
             gradient(found, logits)[0].double(), gradient(expected, wide)[0], rtol=eps, atol=1e-8
         )
@@ -128,7 +128,7 @@ def test_large_offsets(device: torch.device, dtype: torch.dtype) -> None:
 @every_dtype
 @pytest.mark.parametrize("count", [3, 300, 1200, 5000, 33000])
 def test_logits_far_below_zero(device: torch.device, dtype: torch.dtype, count: int) -> None:
-    """No position of the largest logit overflows: the row is shifted by it first."""
+    """Logits down to the lowest number do not overflow: each row is shifted by its largest."""
     lowest = -60000.0 if dtype == torch.float16 else torch.finfo(dtype).min
     for value in (-100.0, -1000.0, lowest):
         logits = torch.full((2, count), value, device=device, dtype=dtype)
@@ -143,15 +143,15 @@ def test_logits_far_below_zero(device: torch.device, dtype: torch.dtype, count: 
 @pytest.mark.parametrize("count", [6, 300, 5000])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_special_values(device: torch.device, count: int, smoothing: float) -> None:
-    """Same as torch, except that the loss of an ignored row is 0 even if it contains NaN."""
+    """Results equal torch's, except that an ignored row has the loss 0 even if it contains NaN."""
     logits = torch.randn(8, count, device=device)
-    logits[0, 2] = -INF  # of another class
-    logits[1, 1] = -INF  # of the target
+    logits[0, 2] = -INF  # in a class that is not the target
+    logits[1, 1] = -INF  # in the target
     logits[2, 2] = INF
     logits[3, 1] = INF
     logits[4, 3] = math.nan
     logits[5] = -INF
-    logits[6] = math.nan  # ignored
+    logits[6] = math.nan  # an ignored row
     target = torch.ones(8, dtype=torch.int64, device=device)
     target[6] = -100
     leaves = [logits.clone().requires_grad_() for _ in range(2)]
@@ -191,7 +191,7 @@ def test_long_rows(device: torch.device, dtype: torch.dtype, count: int) -> None
     ids=str,
 )
 def test_sums_of_few_rows(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    """Rows whose losses are added by the kernel that reads them; the last are too many for it."""
+    """Losses of few rows are added by the kernel that reads them; the last shape has too many."""
     rows, count = shape
     logits = (2 * torch.randn(shape, device=device)).to(dtype).requires_grad_()
     target = torch.randint(count, (rows,), device=device)
@@ -206,14 +206,14 @@ def test_sums_of_few_rows(device: torch.device, dtype: torch.dtype, shape: tuple
         expected = F.cross_entropy(wide, target, weight.double(), **options)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
         of_logits, truth = gradient(found, logits)[0], gradient(expected, wide)[0]
-        near = eps * truth.abs().max().item()  # the mean of many rows has small gradients
+        near = eps * truth.abs().max().item()  # for the mean of many rows gradients are small
         torch.testing.assert_close(of_logits.double(), truth, rtol=2 * eps, atol=near)
 
 
 @every_dtype
 @pytest.mark.parametrize("rows", [1, 2, 700])
 def test_adjacent_rows_of_few_classes(device: torch.device, dtype: torch.dtype, rows: int) -> None:
-    """Vectors of logits that belong to two rows, and rows shorter than a vector."""
+    """Vectors may contain logits of two rows, and rows may be shorter than a vector."""
     for count in (1, 2, 3, 5, 7, 8, 9, 10, 15, 31, 33, 63, 100, 127, 254, 255, 513):
         logits = (2 * torch.randn(rows, count, device=device)).to(dtype).requires_grad_()
         target = torch.randint(count, (rows,), device=device)
@@ -234,7 +234,7 @@ def test_adjacent_rows_of_few_classes(device: torch.device, dtype: torch.dtype, 
 @pytest.mark.large
 @pytest.mark.cuda
 def test_more_than_2_to_the_31_elements() -> None:
-    """Rows on both sides of element 2**31 equal those of a separate call."""
+    """The loss of each row equals that of a separate call, before and after element 2**31."""
     device = torch.device("cuda", 0)
     rows, count = 2**16 + 1, 2**15 + 1
     row = torch.arange(count, device=device).remainder(241).div(60).bfloat16()
@@ -292,7 +292,7 @@ def test_the_module_has_the_state_of_torchs(device: torch.device) -> None:
 
 
 def test_an_overflow_without_a_share_is_nan(device: torch.device) -> None:
-    """With label_smoothing 1 the own loss of the target is multiplied by 0, as in torch."""
+    """With label_smoothing 1, an infinite loss of the target times 0 is NaN, as in torch."""
     largest = torch.finfo(torch.float32).max
     logits = torch.tensor([[largest, -largest, 0.0], [1.0, 2.0, 3.0]], device=device)
     target = torch.tensor([1, 2], device=device)
@@ -304,7 +304,7 @@ def test_an_overflow_without_a_share_is_nan(device: torch.device) -> None:
 
 @pytest.mark.parametrize("how", ["eager", "compiled", "inference"])
 def test_half_precision_logits_beside_float32_probabilities(how: str) -> None:
-    """The loss is that of torch, in float32; gradients have the dtype of their argument."""
+    """The loss is float32 and equals torch's; each gradient has the dtype of its argument."""
     cpu = torch.device("cpu")
     logits = normal("logits", (6, 9), cpu, torch.bfloat16).requires_grad_()
     target = torch.softmax(normal("target", (6, 9), cpu), -1).requires_grad_()
@@ -334,7 +334,7 @@ def test_class_weights_that_require_a_gradient() -> None:
 
 
 def test_an_infinite_probability() -> None:
-    """As in torch."""
+    """Infinite and NaN probabilities give the same losses as in torch."""
     logits = normal("logits", (4, 5), torch.device("cpu"))
     for value in (math.inf, -math.inf, math.nan):
         target = torch.softmax(logits, -1)
@@ -349,7 +349,7 @@ def test_an_infinite_probability() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("how", ["eager", "compiled", "inference"])
 def test_a_softcap(how: str, dtype: torch.dtype) -> None:
-    """The loss of bounded logits, which half precision computes in float32."""
+    """The loss of logits bounded by softcap is computed in float32 for half precision."""
     cpu = torch.device("cpu")
     logits = (9 * normal("logits", (6, 9), cpu)).to(dtype).requires_grad_()
     target, weight = torch.arange(6), (normal("weight", (9,), cpu).abs() + 0.1).to(dtype)
@@ -372,7 +372,7 @@ def test_a_softcap(how: str, dtype: torch.dtype) -> None:
 
 
 def test_a_softcap_in_inference_mode_beside_probabilities_of_another_dtype() -> None:
-    """The casts of promotion come before the softcap, also where autograd does not make them."""
+    """Promotion casts before the softcap, in inference mode, too."""
     logits = 3 * normal("logits", (4, 5), torch.device("cpu"), torch.float64)
     target = probabilities(logits).float()
     expected = torchkiln.cross_entropy(logits, target, softcap=1.0)

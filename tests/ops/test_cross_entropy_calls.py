@@ -1,4 +1,4 @@
-"""cross_entropy: targets, gradients that are wanted, autocast, threads and graphs."""
+"""cross_entropy: invalid targets, wanted gradients, autocast, threads and graphs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchkiln.testing.specs.cross_entropy import probabilities
 
 
 def test_a_target_that_is_no_class_on_the_cpu() -> None:
-    """An error with and without the check, from any thread; names the first of several."""
+    """The error names the first invalid target, with and without the check, from any thread."""
     logits = torch.randn(500, 7)
     for place, value in ((0, 7), (250, -1), (499, 2**40)):
         target = torch.randint(7, (500,))
@@ -56,7 +56,7 @@ def test_only_the_gradients_that_are_wanted(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name)
 def test_autocast(device: torch.device, dtype: torch.dtype) -> None:
-    """Half precision has a float32 loss and a half precision gradient, unless dtype is given."""
+    """Half precision logits have a float32 loss, unless loss_dtype is given; gradients are half."""
     logits, target = some(device)
     half = logits.detach().to(dtype).requires_grad_()
     with torch.autocast(device.type, dtype):
@@ -88,7 +88,7 @@ def test_the_number_of_threads_does_not_matter(dtype: torch.dtype) -> None:
 
 
 def test_a_sum_of_many_rows(device: torch.device) -> None:
-    """A million equal losses: as good as float64."""
+    """Sums and means of 1,000,003 equal losses are within 5e-7 of float64."""
     rows = 1_000_003
     logits = torch.tensor([[0.0, 1.0, 2.0]], device=device).expand(rows, 3)
     target = torch.zeros(rows, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""Memory of cross_entropy, and the gradient in place of the logits."""
+"""Peak memory of cross_entropy, and gradients that overwrite the logits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchkiln.typing import Reduction
 
 
 def result(logits: Tensor) -> Tensor:
-    """The same memory as the result of an operation, because leaves are not overwritten."""
+    """The same memory as the result of an operation, since leaves cannot be overwritten."""
     return logits.detach().add_(torch.zeros((), device=logits.device, requires_grad=True))
 
 
@@ -30,7 +30,7 @@ def gradient(loss: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
 
 
 def gradient_again(loss: Tensor, logits: Tensor) -> Tensor:
-    """A copy of the gradient, from a graph that is retained."""
+    """A copy of the gradient; the graph is retained."""
     return torch.autograd.grad(loss, logits, retain_graph=True)[0].clone()
 
 
@@ -54,7 +54,7 @@ def peak_bytes(device: torch.device, function: Callable[[], object]) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
 @pytest.mark.parametrize("kind", ["rows", "images", "probabilities", "weighted", "autocast"])
 def test_peak_memory(device: torch.device, dtype: torch.dtype, kind: str) -> None:
-    """Allocates the gradient and a few numbers per row; in place only the numbers."""
+    """Allocates the gradient and a few numbers per row; with inplace_backward only those."""
     rows, count = 64, 8192
     shape = (4, count, 16) if kind == "images" else (rows, count)
     x = torch.randn(shape, device=device).to(dtype)
@@ -85,7 +85,7 @@ def test_peak_memory(device: torch.device, dtype: torch.dtype, kind: str) -> Non
 def test_peak_memory_of_a_linear_layer(
     device: torch.device, dtype: torch.dtype, reduction: Reduction
 ) -> None:
-    """Never more than a third of the logits, of which a chunk has a fifth."""
+    """A step allocates less than a third of the logits' bytes; a chunk has a fifth of the rows."""
     rows, features, count = 5 * 8192, 4, 1024
     x = torch.randn(rows, features, device=device).to(dtype).requires_grad_()
     weight = torch.randn(count, features, device=device).to(dtype).requires_grad_()
@@ -101,7 +101,7 @@ def test_peak_memory_of_a_linear_layer(
 
 
 def layouts(device: torch.device, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
-    """Logits whose gradient can take their place, and the whole of their memory."""
+    """Logits whose memory can take their gradient, each with the whole tensor around them."""
     rows = torch.randn(9, 21, device=device).to(dtype)
     wide = torch.full((9, 32), 77.0, device=device).to(dtype)
     wide[:, 3:24] = rows
@@ -120,7 +120,7 @@ def layouts(device: torch.device, dtype: torch.dtype) -> dict[str, tuple[Tensor,
 @every_dtype
 @pytest.mark.parametrize("kind", list(layouts(torch.device("cpu"), torch.float32)))
 def test_in_place(device: torch.device, dtype: torch.dtype, kind: str) -> None:
-    """The gradient has the right values, and no memory around the logits is written."""
+    """The gradient equals the one of a separate tensor; memory around the logits is not written."""
     logits, whole = layouts(device, dtype)[kind]
     target = contract.classes(logits, -100)
     before = whole.clone()
@@ -133,7 +133,7 @@ def test_in_place(device: torch.device, dtype: torch.dtype, kind: str) -> None:
     (found,) = gradient(loss, x)
     if device.type == "cpu":
         assert torch.equal(bits(found), bits(expected))
-    # On a GPU the order of additions follows where in memory a row begins.
+    # On a GPU the order of additions depends on the alignment of a row.
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(found, expected, rtol=8 * eps, atol=eps)
     assert torch.equal(bits(x.detach()), bits(found))
@@ -159,12 +159,12 @@ def test_in_place_needs_rows(device: torch.device) -> None:
         words = prefix.format(", ".join(map(str, logits.shape)))
         with pytest.raises(RuntimeError, match=words):
             torchkiln.cross_entropy(logits, target, inplace_backward=True)
-        # A call without a backward does not write to the logits.
+        # Without a backward the logits are not overwritten.
         torchkiln.cross_entropy(logits.detach(), target, inplace_backward=True)
 
 
 def test_in_place_refuses_leaves(device: torch.device) -> None:
-    """As torch's in-place operations do: the gradient would take the place of a parameter."""
+    """A leaf is refused, as by torch's in-place ops: the gradient would overwrite a parameter."""
     leaf, target = some(device)
     before = leaf.detach().clone()
     words = (
@@ -181,7 +181,7 @@ def test_in_place_refuses_leaves(device: torch.device) -> None:
 
 
 def test_in_place_with_packed_logits(device: torch.device) -> None:
-    """A hook may pack the logits themselves: a second backward is right, or it is refused."""
+    """If a hook has packed the logits, a second backward is correct or raises an error."""
     leaf, target = some(device)
     (expected,) = gradient(torchkiln.cross_entropy(leaf, target), leaf)
     with torch.autograd.graph.save_on_cpu():
@@ -197,7 +197,7 @@ def test_in_place_with_packed_logits(device: torch.device) -> None:
 
 
 def test_in_place_is_noticed_by_autograd(device: torch.device) -> None:
-    """Later use of the logits in autograd raises an error."""
+    """Backward through another use of the overwritten logits raises an error."""
     used = "modified by an inplace operation"
     logits, target = some(device)
     logits = result(logits)
@@ -232,7 +232,7 @@ def test_in_place_is_not_differentiated_twice(device: torch.device) -> None:
 
 
 def test_in_place_with_a_gradient_of_probabilities(device: torch.device) -> None:
-    """The target's gradient is taken from the logits before they are overwritten."""
+    """The gradient of target probabilities is computed before the logits are overwritten."""
     found: list[Tensor] = []
     expected: list[Tensor] = []
     logits, _ = some(device)
@@ -265,7 +265,7 @@ def test_in_place_has_memory_of_its_own_where_it_is_traced(device: torch.device)
 
 
 def test_training_in_place(device: torch.device) -> None:
-    """A linear layer does not need its output: training equals that with torch's loss."""
+    """A training step that overwrites logits equals one with torch's loss."""
     torch.manual_seed(0)
     x = torch.randn(64, 8, device=device)
     y = x[:, :3].argmax(1)

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def liked_by_torch(logits: Tensor, target: Tensor, reduction: str) -> tuple[Tensor, Tensor]:
-    """The z-loss with factor 0.1, and the accuracy, in torch's ops."""
+    """The z-loss with factor 0.1 and the accuracy, computed by torch's ops."""
     rows = logits.movedim(1, -1) if logits.dim() > 2 else logits
     kept = target != -100
     z = 0.1 * rows.float().logsumexp(-1).square() * kept

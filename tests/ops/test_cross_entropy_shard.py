@@ -1,4 +1,4 @@
-"""The helpers of losses of distributed classes, with all shards in one process."""
+"""Helpers of the losses of distributed classes, with all shards in one process."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def test_shards_give_the_log_probabilities_of_whole_rows(
 
     rows, classes = 10, cuts[-1]
     whole = (2 * torch.randn(rows, classes, device=device)).to(dtype)
-    whole[2, : cuts[1]] = -torch.inf  # a shard without any probability
-    whole[3, : cuts[1]] = torch.finfo(dtype).min / 2  # the same, with finite logits
+    whole[2, : cuts[1]] = -torch.inf  # the first shard has no finite logit
+    whole[3, : cuts[1]] = torch.finfo(dtype).min / 2  # it adds nothing, with finite logits
     whole.requires_grad_()
     target = targets(rows, classes, device)
     target[2:4] = classes - 1
@@ -102,7 +102,7 @@ def test_shards_give_the_log_probabilities_of_whole_rows(
 def test_the_helpers_of_log_probabilities_are_well_defined_ops(device: torch.device) -> None:
     logits, target = torch.randn(5, 8, device=device), targets(5, 24, device)
     numbers = (0.7, -1, 8, 24)
-    rows = target != -1  # the numbers of ignored rows are undefined
+    rows = target != -1  # results of ignored rows are undefined
     torch.library.opcheck(LOGPROB, (logits[rows], target[rows], *numbers))
     grad, state = torch.randn(5, device=device), torch.rand(3, 5, device=device)
     torch.library.opcheck(LOGPROB_BACKWARD, (grad, logits, target, grad, state, *numbers))

@@ -8,7 +8,7 @@ import torch
 import torchkiln
 from torchkiln.testing.specs.spmm import dense, pattern
 
-# Torch's own sparse tensors come with warnings.
+# Torch warns when a sparse tensor is created.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
 
 INDICES = (torch.int32, torch.int64)
@@ -16,7 +16,7 @@ INDICES = (torch.int32, torch.int64)
 
 @pytest.mark.parametrize("index", INDICES)
 def test_transposed_pattern(device: torch.device, index: torch.dtype) -> None:
-    """The entries are those of the transposed matrix, in the order of their original rows."""
+    """Entries are in the order of columns, and within a column in their original order."""
     crow, col = pattern(31, 7, device, index)
     values = torch.randn(col.shape, device=device)
     packed = torchkiln.csr_transpose(crow, col, 7)
@@ -29,8 +29,8 @@ def test_transposed_pattern(device: torch.device, index: torch.dtype) -> None:
     assert torch.equal(packed, torchkiln.csr_transpose(crow, col, 7))
 
 
-# Batch, rows, columns and entries: few entries, whose places are counted, in one or four threads
-# each; a counting sort by one block of threads, by several, and in several rounds; a radix sort.
+# Batch, rows, columns, entries. Few entries: a count of smaller ones, by one or four threads each.
+# More: a counting sort by one block, by several, or in several rounds; then a radix sort.
 PATTERNS = (
     *((2, 8, 39936, 8), (2, 354, 1, 215), (2, 50, 3000, 1500), (2, 9, 1, 5000), (1, 3, 2, 8000)),
     *((20, 40, 60, 2000), (2, 200, 5000, 14656), (2, 3223, 24, 51568), (2, 30, 9000, 5000)),
@@ -42,7 +42,7 @@ PATTERNS = (
 def test_transposed_patterns_of_many_entries(
     device: torch.device, index: torch.dtype, batch: int, rows: int, columns: int, entries: int
 ) -> None:
-    """The pattern equals that of a stable sort by column, for each sort of the op."""
+    """Each of the op's sorts agrees with a stable sort by column."""
     torch.manual_seed(columns)
     row = torch.randint(rows, (batch, entries), device=device).sort().values
     col = torch.randint(columns, (batch, entries), device=device)

@@ -33,7 +33,7 @@ def draw(
     seed: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Which elements a call keeps."""
+    """The mask of a call: true where an element is kept."""
     ones = torch.ones(shape, device=device, dtype=dtype)
     if seed is not None:
         torch.manual_seed(seed)
@@ -47,7 +47,7 @@ def state(device: torch.device) -> Tensor:
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.25, 0.5, 0.9, 0.999])
 def test_share_of_kept_elements(device: torch.device, p: float) -> None:
-    """Within five standard deviations, in all, in each column and in each row."""
+    """The share of kept elements is within 5 deviations, in all rows and columns and in each."""
     rows, columns = 1000, 500
     kept = draw((rows, columns), p, device, seed=1).double()
     for found, count in (
@@ -56,12 +56,12 @@ def test_share_of_kept_elements(device: torch.device, p: float) -> None:
         (kept.mean(1), columns),
     ):
         deviation = math.sqrt(p * (1 - p) / count)
-        # The binomial's tail is longer than the normal one where few are dropped or kept.
+        # For rare events the binomial's tail is longer than the normal distribution's.
         assert (found - (1 - p)).abs().max() <= 5 * deviation + 3 / count
 
 
 def test_neighbours_are_independent(device: torch.device) -> None:
-    """Elements at the strides that kernels use are not correlated."""
+    """Elements at the distances that kernels use are not correlated."""
     kept = draw((1 << 20,), 0.5, device, seed=2).double() - 0.5
     for distance in (1, 2, 3, 4, 7, 8, 16, 32, 64, 128, 256, 1024, 4096, 1 << 15, 1 << 18):
         product = (kept[distance:] * kept[:-distance]).mean() * 4
@@ -69,7 +69,7 @@ def test_neighbours_are_independent(device: torch.device) -> None:
 
 
 def test_calls_draw_anew(device: torch.device) -> None:
-    """Each call moves the generator on, and two masks agree by chance alone."""
+    """Each call advances the generator, so two masks are equal only by chance."""
     torch.manual_seed(3)
     before = state(device)
     first, second = draw((64, 1000), 0.5, device), draw((64, 1000), 0.5, device)
@@ -120,7 +120,7 @@ def test_the_mask_depends_on_the_place_alone(device: torch.device, dtype: torch.
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_threads_draw_the_same(count: int) -> None:
-    """A call that several threads share has the mask of one thread."""
+    """A call that is shared by several threads has the mask of one thread."""
     cpu = torch.device("cpu")
     expected = draw((513, 517), 0.4, cpu, seed=8)
     before = torch.get_num_threads()
@@ -132,14 +132,14 @@ def test_threads_draw_the_same(count: int) -> None:
 
 
 def test_a_longer_tensor_has_the_mask_of_a_shorter_one(device: torch.device) -> None:
-    """An element's random number is a matter of its index, not of how the work is divided."""
+    """An element's random number depends on its index, not on the size of the tensor."""
     short, long = draw((1000,), 0.5, device, seed=9), draw((1_000_003,), 0.5, device, seed=9)
     assert torch.equal(long[:1000], short)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3, 0.5, 1.0])
 def test_gradient_has_the_mask_of_the_forward(device: torch.device, p: float) -> None:
-    """Also when other random numbers were drawn in between, and twice through a retained graph."""
+    """The mask is the forward's after other draws, and in each use of a retained graph."""
     x = torch.randn(33, 65, device=device, requires_grad=True)
     bias = torch.randn(65, device=device, requires_grad=True)
     residual = torch.randn(33, 65, device=device, requires_grad=True)
@@ -159,7 +159,7 @@ def test_gradient_has_the_mask_of_the_forward(device: torch.device, p: float) ->
 def test_gradients_of_dense_rows(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
-    """Rows that are not whole vectors, which several blocks share."""
+    """Gradients agree with float64 for rows that are not whole vectors and are shared by blocks."""
     x = torch.ones(shape, device=device, dtype=dtype, requires_grad=True)
     bias = torch.zeros(shape[1], device=device, dtype=dtype, requires_grad=True)
     out = torchkiln.bias_dropout_add(x, bias, torch.zeros_like(x), 0.3)
@@ -172,7 +172,7 @@ def test_gradients_of_dense_rows(
 
 
 def test_nothing_is_drawn_without_need(device: torch.device) -> None:
-    """Out of training, and where all or none are dropped, the generator stands still."""
+    """In eval mode, and for p of 0 or 1, the generator does not advance."""
     x, residual = (torch.randn(5, 7, device=device, requires_grad=True) for _ in range(2))
     before = state(device)
     for p, training, expected in (
@@ -195,7 +195,7 @@ def test_dropped_infinities_leave_no_nan(device: torch.device) -> None:
 
 
 def test_modules(device: torch.device) -> None:
-    """In training as torch's dropout and sum on average; after eval() the sum."""
+    """In training the mean is that of torch's dropout and sum; after eval() it is the sum."""
     x, residual = (torch.randn(64, 10, device=device) for _ in range(2))
     layer: nn.Module
     for layer in (
@@ -217,7 +217,7 @@ def test_modules(device: torch.device) -> None:
 
 @pytest.mark.parametrize("spec", FAMILIES["dropout"], ids=lambda spec: spec.name)
 def test_a_graph_keeps_the_op(spec: Any, traced: Callable[..., set[str]]) -> None:
-    """A graph has an op that draws a state, and one that takes it; without a mask the latter."""
+    """A graph has an op that draws the state and one that applies it; for p = 0 only the latter."""
     sample = spec.typical(torch.device("cpu"), torch.float32)
     op = "torchkiln._dropout_add_with_state.default"
     assert traced(spec.op, *sample.args) == {"torchkiln._dropout_state.default", op}
@@ -226,7 +226,7 @@ def test_a_graph_keeps_the_op(spec: Any, traced: Callable[..., set[str]]) -> Non
 
 
 def save_products(_: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    """A policy of selective checkpoints that computes all again but matrix products."""
+    """A policy of selective checkpoints: save matrix products, compute all else again."""
     is_product = op is torch.ops.aten.mm.default
     return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -240,7 +240,7 @@ CHECKPOINTS: dict[str, dict[str, Any] | None] = {
 
 
 def block(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Two masks around a product."""
+    """A matrix product between two dropouts."""
     y = torchkiln.dropout_add(x @ weight, x.sin(), 0.3)
     return torchkiln.bias_dropout_add(y.cos(), bias, y, 0.5).sin()
 
@@ -251,7 +251,7 @@ def block(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 )
 @pytest.mark.filterwarnings("ignore")
 def test_equal_seeds_give_equal_masks(device: torch.device, backend: str | None, kind: str) -> None:
-    """In results and gradients, as eager, compiled, and where backward computes the op again."""
+    """Results and gradients are equal, eager, compiled, and if backward computes the op again."""
     if backend == "inductor" and device.type == "cpu" and shutil.which("g++") is None:
         pytest.skip("inductor needs g++")
     x, weight, bias = (
@@ -272,7 +272,7 @@ def test_equal_seeds_give_equal_masks(device: torch.device, backend: str | None,
     def run(function: Any, seed: int) -> tuple[Tensor, ...]:
         torch.manual_seed(seed)
         out = function(x, weight, bias)
-        torch.rand(5, device=device)  # backward does not depend on the present state
+        torch.rand(5, device=device)  # backward must not read this state
         return out, *torch.autograd.grad(out.square().sum(), (x, weight, bias))
 
     expected = run(block, 5)
@@ -285,7 +285,7 @@ def test_equal_seeds_give_equal_masks(device: torch.device, backend: str | None,
 
 @pytest.mark.parametrize("train", [False, True])
 def test_a_checkpoint_saves_the_state(train: bool) -> None:
-    """Torch would replay another op's draw, on a GPU with generators that no seed reaches."""
+    """A state that backward draws again would differ, so a compiled checkpoint must save it."""
     seen: list[str] = []
 
     def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -305,10 +305,10 @@ def test_a_checkpoint_saves_the_state(train: bool) -> None:
 
 
 @pytest.mark.cuda
-# Torch captures an empty graph of its own first.
+# Torch itself captures an empty graph before.
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_compiled_replays_of_a_graph() -> None:
-    """With CUDA graphs, equal seeds give equal masks, and calls draw anew."""
+    """With CUDA graphs, equal seeds give equal masks, and each call draws a new mask."""
     x = torch.ones(4096, device="cuda", requires_grad=True)
 
     def step(x: Tensor) -> Tensor:
@@ -338,7 +338,7 @@ def test_compiled_replays_of_a_graph() -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_calls_draw_anew(device: torch.device, backend: str) -> None:
-    """Two calls in one graph, and two calls of one graph, are four masks."""
+    """Two calls within one graph and two runs of the graph have four different masks."""
     x = torch.ones(4096, device=device)
 
     def twice(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -355,7 +355,7 @@ def test_compiled_calls_draw_anew(device: torch.device, backend: str) -> None:
 
 
 def test_vmap_asks_how_to_draw(device: torch.device) -> None:
-    """As in torch's dropout: an error by default, one mask for all, or one mask per call."""
+    """vmap has torch's choices: an error by default, one mask for all, or one mask per call."""
     x = torch.ones(3, 4000, device=device)
     call = torchkiln.dropout_add
     zeros = torch.zeros_like(x)
@@ -373,7 +373,7 @@ def test_vmap_asks_how_to_draw(device: torch.device) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("spec", FAMILIES["dropout"], ids=lambda spec: spec.name)
 def test_replays_of_a_graph_draw_anew(spec: Any) -> None:
-    """Forward and backward of one replay share a mask; another replay has another."""
+    """Forward and backward of a replay have the same mask; the next replay has another."""
     device = torch.device("cuda", 0)
     x = torch.ones(64, 128, device=device, requires_grad=True)
     zeros = torch.zeros(64, 128, device=device)
@@ -408,7 +408,7 @@ def test_replays_of_a_graph_draw_anew(spec: Any) -> None:
 @pytest.mark.large
 @pytest.mark.cuda
 def test_mask_of_more_than_2_to_the_31_elements() -> None:
-    """Fair on both sides of element 2**31, and no repetition of the beginning."""
+    """The share of kept elements is 1 - p around element 2**31, where the mask does not repeat."""
     p, window = 0.4, 1 << 16
     x = torch.ones(1, 1, device="cuda", dtype=torch.bfloat16).expand(1 << 16, (1 << 15) + 8)
     flat = torchkiln.dropout_add(x, torch.zeros_like(x), p).flatten()

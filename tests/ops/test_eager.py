@@ -1,4 +1,4 @@
-"""The route of a call: signatures, tensor subclasses, modes, and errors of the arguments' own."""
+"""How calls reach an op: signatures, tensor subclasses, modes, and errors of arguments."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from torchkiln.ops.matmul import matmul
 
 OPS = [name for name in torchkiln.__all__ if hasattr(_C, name)]
 COMPOSED = {
-    "geglu",  # chooses between two ops
-    *("dequantize", "linear_fp8", "transpose_quantized"),  # take the tensors of a named tuple
+    "geglu",  # calls one of two ops
+    *("dequantize", "linear_fp8", "transpose_quantized"),  # pass tensors of a named tuple
 }
-"""Python functions with other arguments than the ops that they call."""
+"""Python functions whose arguments differ from those of the ops that they call."""
 BESIDE = {
     "add": ["alpha"],
     "cross_entropy": ["return_z_loss", "return_accuracy"],
@@ -36,11 +36,11 @@ BESIDE = {
     "silu": ["inplace"],
     "swiglu": ["out"],
 }
-"""Arguments that the Python function has beside those of the schema."""
+"""Arguments of Python functions that are not in the op's schema."""
 
 
 class Seen(TorchFunctionMode):
-    """The names of the functions that were called."""
+    """Records the names of called functions."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -61,7 +61,7 @@ def test_an_op_has_the_arguments_of_its_schema(name: str) -> None:
     assert [p.name for p in parameters] == [a.name for a in schema.arguments]
     by_keyword = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
     in_schema = [a.name for a in schema.arguments if a.kwarg_only]
-    if name in ("linear", "linear_cross_entropy"):  # DTensor distributes positional tensors only
+    if name in ("linear", "linear_cross_entropy"):  # DTensor needs positional tensors
         tensors = {a.name for a in schema.arguments if "Tensor" in str(a.type)}
         assert not tensors & {*in_schema}
         assert {*in_schema} < {*by_keyword}
@@ -111,7 +111,7 @@ OF_TORCH: list[tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = 
 def test_the_keywords_of_torch_are_accepted(
     op: Callable[..., Any], torchs: Callable[..., Any], arguments: dict[str, Any]
 ) -> None:
-    """In eager mode and in a graph, where no compiler backend hides a difference."""
+    """Torch's keywords give torch's result, eager and in a graph without a compiler backend."""
     expected = torchs(**arguments)
     torch.compiler.reset()
     for call in (op, torch.compile(op, fullgraph=True, backend="aot_eager")):
@@ -140,14 +140,14 @@ def test_an_argument_under_both_names() -> None:
     ],
 )
 def test_one_argument_by_position_too_many(op: str, args: tuple[Any, ...]) -> None:
-    """Arguments that only keywords may name stay so."""
+    """Arguments after the last positional one must be passed by keyword."""
     words = rf"torchkiln\.{op}: got more than \d pos.* expected at most \d; pass options by keyword"
     with pytest.raises(TypeError, match=words):
         getattr(torchkiln, op)(*args)
 
 
 def test_an_argument_that_is_left_out() -> None:
-    """Functions that accept torch's names raise the error of a wrong type."""
+    """A missing argument is None, and raises the error of a wrong type."""
     with pytest.raises(TypeError, match=r"rms_norm: normalized_shape: got NoneType, expected an"):
         torchkiln.rms_norm(X)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"relu: x: got NoneType, expected a torch.Tensor"):
@@ -162,7 +162,7 @@ def test_inplace_as_in_torch(op: Callable[..., Any]) -> None:
         found = call(x, inplace=True)
         assert found.data_ptr() == x.data_ptr()
         torch.testing.assert_close(x, expected)
-    leaf = X.clone().requires_grad_()  # a compiled F.silu in place has no backward, either
+    leaf = X.clone().requires_grad_()  # compiled, F.silu in place has no backward either
     op(leaf * 1, True).sum().backward()
     assert leaf.grad is not None
     torch.testing.assert_close(leaf.grad, torch.func.grad(lambda x: op(x).sum())(X))
@@ -242,7 +242,7 @@ REFUSED: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
 def test_compiled_calls_refuse_what_eager_ones_refuse(
     op: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    """With the same message, though ATen's ops would take the arguments."""
+    """The message is that of eager calls, though ATen's ops would accept the arguments."""
     with pytest.raises(RuntimeError) as eager:
         op(*args)
     torch.compiler.reset()

@@ -1,4 +1,4 @@
-"""Gates that write E4M3, and the layer with a gate, whose gradients reach products in E4M3."""
+"""Gates that write E4M3, and the gated layer, whose gradients enter products in E4M3."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torchkiln import Quantized
 
 
 class Gate(NamedTuple):
-    """A gate, and its form that quantises."""
+    """A gate with its E4M3 form, and the activation."""
 
     op: Op
     act: Any
@@ -45,7 +45,7 @@ GATES = {
         "gelu_tanh",
     ),
 }
-# Packed rows: single elements, vectors, halves of whole blocks and of parts of them.
+# Packed rows read as single elements or vectors, of whole blocks and of parts of blocks.
 GATE_SHAPES = (
     *((3, 2), (16, 16), (7, 74), (32, 272), (2, 64, 512), (130, 768), (144, 768)),
     *((0, 4), (4, 0)),
@@ -150,7 +150,7 @@ def test_op_checks_of_gates() -> None:
     weight = draw(40, 300, device="cpu", dtype=torch.float32).requires_grad_()
     grad = draw(3, 150, device="cpu", dtype=torch.bfloat16)
     ops = torch.ops.torchkiln
-    # The other checks multiply results, and have no product of E4M3.
+    # opcheck's other tests multiply results, and torch has no product of E4M3 tensors.
     tests = ("test_autograd_registration", "test_faketensor")
     for op, args in (
         (ops._gated_fp8.default, (packed, None, "silu")),

@@ -21,8 +21,8 @@ WIDTH, HIDDEN, TOKENS = 128, 256, 160
 Gradients = tuple[Tensor, ...]
 
 ERROR = 0.08
-"""Rounding to E4M3 is 2.7 % off, a product of two rounded factors 3.8 %, a gate of two products
-5.3 %, and the product of that 6.5 %."""
+"""Rounding to E4M3 has an error of 2.7 %, a product of two rounded factors 3.8 %, a gate of two
+products 5.3 %, and the product of that gate 6.5 %."""
 
 
 def normal(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -31,7 +31,7 @@ def normal(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tenso
 
 
 def operands(hidden: int, device: str = "cpu") -> tuple[Tensor, ...]:
-    """x, both weights and both biases."""
+    """x, both weights and both biases, which require gradients."""
     x = normal(TOKENS, WIDTH, seed=1) * WIDTH**0.5
     weights = normal(hidden, WIDTH, seed=2), normal(WIDTH, HIDDEN, seed=3)
     found = x, *weights, normal(hidden, seed=4), normal(WIDTH, seed=5)
@@ -44,7 +44,7 @@ def gradients(y: Tensor, leaves: tuple[Tensor, ...]) -> Gradients:
 
 
 def bytes_kept(call: Callable[[], Tensor]) -> int:
-    """The bytes that a forward keeps for backward, each memory once."""
+    """The bytes that a forward saves for backward; each storage counts once."""
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def bytes_kept(call: Callable[[], Tensor]) -> int:
 @pytest.mark.parametrize("save", ["preact", "none"])
 @pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh"])
 def test_gated_mlp(act: Any, save: Any, has_bias: bool, device: str) -> None:
-    """Forward has the bits of its parts. In backward, factors are rounded in other blocks."""
+    """Results equal those of separate ops bit by bit; gradients are rounded in other blocks."""
     leaves = operands(2 * HIDDEN, device)[: 5 if has_bias else 3]
     x, up, down, *biases = leaves
     up_bias, down_bias = biases or (None, None)
@@ -105,7 +105,7 @@ def test_save_none_keeps_no_hidden_tensor() -> None:
     leaves = operands(2 * HIDDEN)
     with_all = bytes_kept(lambda: gated_mlp(*leaves, precision="fp8"))
     with_less = bytes_kept(lambda: gated_mlp(*leaves, save="none", precision="fp8"))
-    packed = TOKENS * 2 * HIDDEN * 2  # gate and up in bfloat16
+    packed = TOKENS * 2 * HIDDEN * 2  # bytes of gate and up in bfloat16
     assert with_all - with_less > 0.9 * packed
 
 
@@ -146,7 +146,7 @@ def test_modules_hold_the_same_parameters() -> None:
 
 
 def block(precision: Any = None, **options: Any) -> torchkiln.nn.TransformerBlock:
-    """A block with the same parameters in every call."""
+    """A block with the same parameters in each call."""
     torch.manual_seed(0)
     return torchkiln.nn.TransformerBlock(
         WIDTH, 4, 2, hidden_features=HIDDEN, precision=precision, **options
@@ -197,7 +197,7 @@ def test_blocks_compiled_and_checkpointed(device: str) -> None:
 def test_norms_of_blocks_write_e4m3(
     options: dict[str, Any], device: str, *, has_residual: bool
 ) -> None:
-    """A hook gets a tensor, so its block has the norms in floating point."""
+    """Norms write E4M3, except in a block with a hook, which must get a tensor."""
     ours, other = (block("fp8", **options).to(device) for _ in range(2))
     seen: list[type] = []
     for layer in (other.attention, other.mlp):
@@ -226,7 +226,7 @@ def test_norms_of_blocks_write_e4m3(
 
 @pytest.mark.parametrize("device", PRODUCT_DEVICES)
 def test_a_quantised_tensor_under_autocast(device: str) -> None:
-    """Its numbers stay; the result has the dtype of autocast, and all gradients their own."""
+    """Autocast changes the dtype of the result only, not the quantised numbers or gradients."""
     x, weight = (torch.randn(*s, device=device) for s in ((TOKENS, WIDTH), (HIDDEN, WIDTH)))
     leaves = [x, weight / WIDTH**0.5, torch.rand(WIDTH, device=device)]
     x, weight, scale = (leaf.requires_grad_() for leaf in leaves)
@@ -249,7 +249,7 @@ def test_a_quantised_tensor_under_autocast(device: str) -> None:
 
 
 class Ops(TorchDispatchMode):
-    """Lists the ops of torchkiln."""
+    """Records the names of called ops of torchkiln."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -284,7 +284,7 @@ def test_weights_of_a_block_are_quantised_once(monkeypatch: pytest.MonkeyPatch) 
     ours = block("fp8")
     optimizer = torch.optim.AdamW(ours.parameters(), lr=0.1)
     for step in range(1, 3):
-        for _ in range(3):  # micro-batches
+        for _ in range(3):  # three micro-batches
             ours(torch.randn(1, 16, WIDTH))[0].sum().backward()
         assert count == 4 * step
         nn.utils.clip_grad_norm_(ours.parameters(), 1.0)
@@ -293,7 +293,7 @@ def test_weights_of_a_block_are_quantised_once(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("device", PRODUCT_DEVICES)
 def test_an_outlier_spoils_its_own_blocks_only(device: str) -> None:
-    """One value of 1e4 in a token: in forward its row, in backward 128 tokens of 128 features."""
+    """An outlier of 1e4 affects its row in forward, and 128 tokens x 128 features in backward."""
     x = torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(0)).to(device)
     up, down = (
         normal(*shape, seed=2, dtype=torch.float32).detach().to(device).requires_grad_()
@@ -306,7 +306,7 @@ def test_an_outlier_spoils_its_own_blocks_only(device: str) -> None:
     assert torch.equal(y[others], usual[others])
     truth = gated_mlp(x.double(), up.double(), down.double())
     error = (y - truth).norm(dim=1) / truth.norm(dim=1)
-    # Gate and up share the error of the outlier, at most half a step of 1/8.
+    # Gate and up have the outlier's rounding error in common, at most half a step of 1/8.
     assert error.max() < ERROR + 2 / 16
     grad = torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(1)).to(device)
     found = torch.autograd.grad(y, (up, down), grad)

@@ -1,4 +1,4 @@
-"""Norms that write E4M3: bits are those of quantize() of the norm, gradients are the norm's."""
+"""Norms that write E4M3: bits equal quantize() of the norm, gradients equal the norm's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torchkiln import quantize
 
 
 class Norm(NamedTuple):
-    """A norm, and its form that quantises."""
+    """A norm with its E4M3 form, the overload, and whether it has a mean and a residual."""
 
     op: Op
     overload: Any
@@ -43,8 +43,8 @@ NORMS = {
     )
     for name in ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
 }
-# One lane, one block, parts of blocks; rows of single elements; a block and a cluster of threads;
-# teams of a warp and less; rows that are split.
+# Rows of one element, one block, parts of blocks; rows that are read as single elements, by a block
+# or a cluster of threads, by a warp or less; rows that are split.
 SHAPES = (
     *((1, 1), (3, 8), (5, 128), (4, 136), (7, 300), (2, 3, 520), (9, 2048), (513, 256)),
     *((3, 4096), (5, 1024), (2, 5120), (2, 20000), (2, 40001), (1, 300000), (0, 16), (5, 0)),
@@ -54,7 +54,7 @@ SHAPES = (
 def arguments(
     norm: Norm, shape: tuple[int, ...], dtype: torch.dtype, device: str, **others: torch.dtype
 ) -> tuple[Any, ...]:
-    """A call; `others` may give other dtypes of the residual and of the parameters."""
+    """Arguments of a call; ``others`` may set dtypes of the residual and of the parameters."""
     owned = others.get("weight", dtype)
     dtypes = (dtype, others.get("residual", dtype))[: 1 + norm.residual]
     rows = [draw(*shape, device=device, dtype=d, seed=i) for i, d in enumerate(dtypes)]
@@ -131,7 +131,7 @@ def test_zeros_have_the_signs_of_the_norm(columns: int, device: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NORMS)
 def test_into_a_product(name: str, dtype: torch.dtype, device: str) -> None:
-    """The reference passes gradients straight through all quantisation, in float64."""
+    """Gradients agree with float64, where quantisation passes them on unchanged."""
     norm = NORMS[name]
     args = arguments(norm, (48, 384), dtype, device)
     inputs = [a.requires_grad_() for a in args if isinstance(a, Tensor)]
@@ -158,7 +158,7 @@ def test_into_a_product(name: str, dtype: torch.dtype, device: str) -> None:
         columns @ turned.T,
     ]
     for one, truth in zip((y, *found), expected, strict=True):
-        # y and the gradients of norm and weight are rounded, each product to 14 bits or more.
+        # y and gradients are rounded; each product has an error of at most 2^-12.
         error = (one.double() - truth).norm() / truth.norm()
         assert error <= 2 * torch.finfo(dtype).eps + 2.0**-12 * one.is_cuda + 1e-6
 
@@ -213,7 +213,7 @@ def test_op_checks(name: str) -> None:
     real, meta = norm.overload(*args), norm.overload(*(to_meta(a) for a in args))
     for one, other in zip(real, meta, strict=True):
         assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
-    # The other checks multiply results, and have no product of E4M3.
+    # opcheck's other tests multiply results, and torch has no product of E4M3 tensors.
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(norm.overload, args, test_utils=tests)
 

@@ -22,7 +22,7 @@ every_op = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 @every_op
 @pytest.mark.parametrize("shape", [(6,), (5, 8), (3, 4, 130), (2, 0), (0, 4)])
 def test_packed_is_two(device: torch.device, spec: OpSpec, shape: tuple[int, ...]) -> None:
-    """A packed tensor and its two halves give equal results and gradients."""
+    """A packed tensor, and its two halves as arguments, have equal results and gradients."""
     packed = torch.randn(shape, device=device, requires_grad=True)
     gate, up = (t.detach().requires_grad_() for t in packed.chunk(2, -1))
     one, two = spec.op(packed), spec.op(gate, up)
@@ -76,7 +76,7 @@ def test_operands_in_one_order_give_results_in_it(device: torch.device, spec: Op
 def test_half_precision_is_rounded_once(
     device: torch.device, spec: OpSpec, dtype: torch.dtype
 ) -> None:
-    """The activation is not rounded before it is multiplied."""
+    """The activation is not rounded before the multiplication."""
     gate, up = (torch.randn(67, 129, device=device).to(dtype) for _ in range(2))
     exact = spec.reference(gate.double(), up.double())
     info = torch.finfo(dtype)
@@ -147,7 +147,7 @@ def test_what_does_not_divide_is_refused_in_a_graph(spec: OpSpec) -> None:
 
 @pytest.mark.parametrize("op", [torchkiln.swiglu, torchkiln.geglu, geglu_tanh])
 def test_shapes_that_would_broadcast(device: torch.device, op: Any) -> None:
-    """The error names the call that makes them equal, and that call works with gradients."""
+    """The error names a call that broadcasts both; that call works and has gradients."""
     gate = torch.randn(3, 4, device=device, requires_grad=True)
     up = torch.randn(4, device=device, requires_grad=True)
     words = (

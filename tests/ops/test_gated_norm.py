@@ -23,7 +23,7 @@ both_orders = pytest.mark.parametrize("gate_first", GATE_FIRST)
 
 
 class MambaNorm(nn.Module):
-    """The norm of Mamba2, Bamba and Zamba2: the gate first, groups by their size."""
+    """The norm of Mamba2, Bamba and Zamba2: gates first, then normalizes groups of a given size."""
 
     def __init__(self, hidden_size: int, group_size: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class MambaNorm(nn.Module):
 
 
 class QwenNorm(nn.Module):
-    """The norm of Qwen3-Next: the gate behind the weight."""
+    """The norm of Qwen3-Next: it gates after the weight."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ Tensors = tuple[Tensor, Tensor, Tensor]
 
 
 def draw(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.float64) -> Tensors:
-    """x, gate and weight that require gradients."""
+    """x, gate and weight, which require gradients."""
 
     def tensor(*sizes: int) -> Tensor:
         drawn = torch.randn(sizes, device=device, dtype=torch.float64)
@@ -89,7 +89,7 @@ def op(x: Tensor, gate: Tensor, weight: Tensor, gate_first: bool, groups: int = 
 
 
 def require_equal_to_truth(tensors: Tensors, gate_first: bool, groups: int = 1) -> None:
-    """Values and gradients, up to a few roundings of the largest number of each tensor."""
+    """Values and gradients are within a few roundings of the largest number of each tensor."""
     y, expected = op(*tensors, gate_first, groups), truth(*tensors, gate_first, groups)
     grad = torch.randn_like(y)
     found = (y, *torch.autograd.grad(y, tensors, grad))
@@ -192,7 +192,7 @@ def test_gradients_are_reproducible(device: str, gate_first: bool, groups: int) 
 @both_orders
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_gates_far_from_0(device: str, gate_first: bool, dtype: torch.dtype) -> None:
-    """The derivative of silu keeps its digits where its terms cancel in float32."""
+    """The derivative of silu is accurate where its terms would cancel in float32."""
     gate = torch.linspace(-80, 80, 128, device=device, dtype=torch.float64).to(dtype)
     x, _, weight = draw(2, 128, device=device, dtype=dtype)
     tensors = (x, gate.expand(2, -1).clone().requires_grad_(), weight)
@@ -275,7 +275,7 @@ def test_replace_leaves_another_gate() -> None:
 
 
 def test_special_values() -> None:
-    """An infinity makes the mean infinite, as in rms_norm; a gate of 0 does not hide it."""
+    """An infinity makes the other results 0, as in rms_norm; a gate of 0 makes all of them NaN."""
     x = torch.tensor([[1.0, math.inf, -2.0, 0.0]])
     open_gate = torch.full_like(x, 2.0)
     y = torchkiln.gated_rms_norm(x, open_gate, 4)

@@ -1,4 +1,4 @@
-"""Group norm beside torch's: statistics, layouts, the module, a model with replaced forwards."""
+"""Group norm against torch's: statistics, layouts, the module, a model with replaced forwards."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def test_the_layout_is_that_of_x(device: str, shape: tuple[int, ...]) -> None:
     ("shape", "groups", "last"),
     [
         ((2, 2 * 40960), 2, False),  # 16-byte vectors, few samples
-        ((70, 40964), 1, False),  # in float16, vectors of 8 bytes; samples in several parts
+        ((70, 40964), 1, False),  # float16: 8-byte vectors; samples in parts
         ((3, 40001), 1, False),  # single elements
         ((9, 700, 7, 7), 1, False),  # pixels
-        ((17, 6, 5462), 1, False),  # many pixels that are not whole vectors
-        ((20, 6, 8, 6), 2, False),  # teams, with vectors of one channel
+        ((17, 6, 5462), 1, False),  # many pixels, not whole vectors
+        ((20, 6, 8, 6), 2, False),  # teams; each vector has one channel
         ((33, 3, 1200), 1, False),
         ((1, 5003, 3, 3), 1, True),  # blocks share the channels of a group
         ((2, 4099, 5), 4099, True),  # a thread adds the channels of a group
@@ -80,7 +80,7 @@ def test_groups_of_many_elements_and_many_groups(
     )
     if last:
         x, grad = (t.movedim(1, -1).contiguous().movedim(-1, 1) for t in (x, grad))
-    grad /= 4  # float16 holds the sums
+    grad /= 4  # so that float16 holds the sums
     weight, bias = torch.randn(2, shape[1], generator=generator, device=device, dtype=torch.float64)
     given = [t.to(getattr(torch, dtype)).requires_grad_() for t in (x, weight, bias)]
     y = torchkiln.group_norm(given[0], groups, given[1], given[2], act=act)

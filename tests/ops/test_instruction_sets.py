@@ -1,4 +1,4 @@
-"""The CPU kernels are there several times; each set of instructions keeps the contract."""
+"""CPU kernels are built for several instruction sets; each set passes the contract."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchkiln.testing import SPECS, OpSpec
 from torchkiln.testing.sample import FLOATING
 from torchkiln.testing.validation import with_forms
 
-# Checks that depend on the kernel. Autograd and dispatch are the same for all instruction sets.
+# Checks that run kernels. Autograd and dispatch do not depend on the instruction set.
 CHECKS = """
 import torch
 from torchkiln import testing
@@ -28,7 +28,7 @@ for case in cases:
 print(len(cases))
 """
 
-# With and without fused multiply-add the last bit of some of these differs.
+# The last bits of some of these differ with and without fused multiply-add.
 BITS = """
 import torch, torchkiln
 torch.manual_seed(0)
@@ -38,7 +38,7 @@ print(torchkiln.bias_act(x, bias, scale=0.1).sum(0).tolist())
 
 
 def run(code: str, instructions: str) -> str:
-    """Output of a new interpreter that is limited to this instruction set."""
+    """The output of a new interpreter that is limited to this instruction set."""
     environment = {**os.environ, "TORCHKILN_CPU_ISA": instructions}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
@@ -53,14 +53,14 @@ def run(code: str, instructions: str) -> str:
 
 
 def needs(*instructions: str) -> None:
-    """Skips on a build without the CPU kernels of these sets."""
+    """Skips if the build has no CPU kernels for these instruction sets."""
     built = torchkiln.build_info()["cpu_instructions"]
     if missing := set(instructions) - set(built):
         pytest.skip(f"built for {', '.join(built)}, not for {', '.join(sorted(missing))}")
 
 
 def checks_of(spec: OpSpec) -> set[str]:
-    """Checks of values, strides and gradients, without the ones that the spec excludes."""
+    """The checks of values, strides and gradients that the spec does not exclude."""
     names = {"values", "strides"} | ({"gradient_values"} if spec.differentiable else set())
     return names - spec.excluded.keys()
 
@@ -69,7 +69,7 @@ def checks_of(spec: OpSpec) -> set[str]:
 @pytest.mark.parametrize("dtype", FLOATING, ids=str)
 @pytest.mark.parametrize("instructions", ["baseline", "avx2"])
 def test_contract(instructions: str, dtype: torch.dtype) -> None:
-    """All ops in one process, as it begins with the import of torch."""
+    """All checks of all ops pass, in one process, as the set is chosen at import."""
     needs(instructions)
     count = int(run(CHECKS.format(dtype=dtype), instructions))
     specs = [spec for spec in with_forms(SPECS) if "cpu" in spec.devices and dtype in spec.dtypes]

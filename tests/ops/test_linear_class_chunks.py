@@ -1,7 +1,7 @@
-"""Gradients of losses per row that are computed a chunk of classes at a time.
+"""Gradients of losses per row that are computed one chunk of classes at a time.
 
-This needs more rows than a chunk of rows has, and more classes than rows. The rows are copies of a
-few: gradients are linear in the incoming ones, so that float64 computes the few rows only.
+This needs more rows than a chunk of rows, and more classes than rows. Rows are copies of a few:
+gradients are linear in the incoming ones, so the truth in float64 needs only the few.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from torchkiln.typing import Direction
 DIFFERENT, COPIES, CLASSES, FEATURES = 33, 256, 16651, 6
 ROWS = DIFFERENT * COPIES
 CHUNK = 8448
-"""Classes of the first chunk; the second one has an odd number of them."""
+"""Classes of the first chunk; the second chunk has an odd number of classes."""
 
 Function = Callable[..., tuple[Tensor, ...]]
 
 
 def layer(device: torch.device, dtype: torch.dtype, features: int = FEATURES) -> list[Tensor]:
-    """The different rows of x, the weight and the bias."""
+    """The distinct rows of x, the weight and the bias."""
     made = (torch.randn(n, features, device=device) for n in (DIFFERENT, CLASSES))
     return [*(t.to(dtype) for t in made), torch.randn(CLASSES, device=device).to(dtype)]
 
 
 def classes(device: torch.device) -> Tensor:
-    """Targets of the different rows, in both chunks; one is ignored."""
+    """Targets of the distinct rows, from both chunks; one is ignored."""
     target = torch.randint(CLASSES, (DIFFERENT,), device=device)
     target[:4] = torch.tensor([0, CHUNK - 1, CHUNK, CLASSES - 1], device=device)
     target[5] = -100
@@ -44,14 +44,14 @@ def classes(device: torch.device) -> Tensor:
 
 
 def require_near(found: Tensor, expected: Tensor) -> None:
-    """Compares with a part of the largest element, as terms cancel."""
+    """The error is at most 3 eps and 1e-5 of the largest element, because terms cancel."""
     eps = 3 * torch.finfo(found.dtype).eps + 1e-5
     size = float(expected.abs().max())
     torch.testing.assert_close(found.double(), expected, rtol=eps, atol=eps * size)
 
 
 def check(given: list[Tensor], ours: Function, truth: Function) -> None:
-    """Compares results and gradients of a layer, for random incoming gradients."""
+    """Results and gradients for random incoming gradients agree with the truth."""
     x, weight, bias = (t.detach().requires_grad_() for t in given)
     wide = [t.detach().double().requires_grad_() for t in given]
     every = x.detach().repeat(COPIES, 1).requires_grad_()
@@ -92,7 +92,7 @@ def test_log_probabilities(dtype: torch.dtype, softcap: float | None, device: to
 
 
 def test_losses_of_rows(device: torch.device) -> None:
-    """With class weights and a target distribution over all classes."""
+    """Losses per row agree with float64, with class weights and with a target distribution."""
     target = classes(device)
     every = target.repeat(COPIES)
     weights = torch.rand(CLASSES, device=device)
@@ -131,7 +131,7 @@ def test_divergences(direction: Direction, dtype: torch.dtype, device: torch.dev
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_peak_memory(dtype: torch.dtype, device: torch.device) -> None:
-    """The gradients, a chunk of logits and of their gradient, and the sum of x."""
+    """Peak memory: the gradients, one chunk of logits and of their gradient, the sum of x."""
     features = 64
     made = layer(torch.device("cpu"), dtype, features)
     x, weight = (t.to(device) for t in (made[0].repeat(COPIES, 1), made[1]))
@@ -143,11 +143,11 @@ def test_peak_memory(dtype: torch.dtype, device: torch.device) -> None:
         torch.autograd.grad(found, (x, weight), torch.ones_like(found))
 
     step()
-    wide = 4 if dtype == torch.bfloat16 else 0  # float32 beside half precision
+    wide = 4 if dtype == torch.bfloat16 else 0  # float32 copies of half precision
     gradients = (ROWS + CLASSES) * features * dtype.itemsize
     expected = gradients + ROWS * CHUNK * (dtype.itemsize + wide) + ROWS * features * wide
-    # The gradient of a small chunk of classes is rounded from float32, and torch's CPU products of
-    # half precision have float32 copies: of one factor, and of 256 rows of the other.
+    # The gradient of a small chunk of classes is rounded from float32. Torch's CPU products of half
+    # precision make float32 copies of one factor, and of 256 rows of the other.
     copies = CHUNK * features * wide
     if device.type == "cpu":
         copies += ROWS * (features + 256) * wide

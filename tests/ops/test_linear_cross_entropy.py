@@ -22,7 +22,7 @@ NAMES = ("x", "weight", "bias")
 def layer(
     device: torch.device, dtype: torch.dtype, rows: int, *, features: int = 8, classes: int = 13
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, weight, target and bias; the tensors need gradients."""
+    """x, weight, target and bias; the floating-point tensors require gradients."""
     x = torch.randn(rows, features, device=device).to(dtype)
     weight = (torch.randn(classes, features, device=device) / features**0.5).to(dtype)
     bias = torch.randn(classes, device=device).to(dtype)
@@ -31,7 +31,7 @@ def layer(
 
 
 def exact(*args: Any) -> list[Any]:
-    """The arguments in float64."""
+    """The arguments, floating-point tensors in float64."""
     return [
         a.detach().double().requires_grad_(a.requires_grad)
         if isinstance(a, Tensor) and a.is_floating_point()
@@ -41,7 +41,7 @@ def exact(*args: Any) -> list[Any]:
 
 
 def require_near(found: Tensor, expected: Tensor, rows: int = 1) -> None:
-    """Compares with a part of the largest element, as terms cancel; sums over rows add errors."""
+    """The error is relative to the largest element, as terms cancel, and grows with sqrt(rows)."""
     inside = 1e-16 if found.dtype == torch.float64 else 1e-7
     eps = 3 * torch.finfo(found.dtype).eps + inside * rows**0.5
     size = float(expected.abs().max())
@@ -67,7 +67,7 @@ def test_called_as_torchs_function(device: torch.device) -> None:
 def test_every_combination(
     device: torch.device, dtype: torch.dtype, reduction: Reduction, rows: int
 ) -> None:
-    """Values and gradients against float64, in one chunk and in two."""
+    """Values and gradients of all combinations agree with float64, in one chunk and in two."""
     numbers = ((0.0, 0.1), (False, True), (0.0, 0.02), (None, 3.0), (1.0, 0.6))
     choices = list(itertools.product(*numbers))
     for smoothing, weighted, z_loss, softcap, temperature in choices[:: 1 if rows < 99 else 9]:
@@ -95,7 +95,7 @@ def test_every_combination(
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_any_subset_of_gradients(device: torch.device, reduction: Reduction) -> None:
-    """A gradient does not depend on which others are wanted."""
+    """A gradient does not depend on which other gradients are computed."""
     x, weight, target, bias = layer(device, torch.float32, 9)
     leaves = dict(zip(NAMES, (x, weight, bias), strict=True))
 
@@ -120,7 +120,7 @@ def test_any_subset_of_gradients(device: torch.device, reduction: Reduction) -> 
 
 
 def test_backward_twice(device: torch.device) -> None:
-    """Kept gradients are not changed by backward."""
+    """Backward does not change the saved gradients: a second one has the same results."""
     for reduction in ("none", "mean"):
         x, weight, target, _ = layer(device, torch.float32, 9)
         loss = torchkiln.linear_cross_entropy(x, weight, target, reduction=reduction)
@@ -133,7 +133,7 @@ def test_backward_twice(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name)
 def test_sums_of_many_chunks_are_float32(device: torch.device, dtype: torch.dtype) -> None:
-    """A sum of equal terms, which half precision would not grow beyond some thousand terms."""
+    """40,960 equal terms are added exactly, which a sum in half precision could not."""
     rows = 5 * 8192
     x = torch.ones(rows, 1, device=device, dtype=dtype)
     weight = torch.zeros(2, 1, device=device, dtype=dtype, requires_grad=True)
@@ -147,9 +147,9 @@ def test_sums_of_many_chunks_are_float32(device: torch.device, dtype: torch.dtyp
 
 
 def test_a_gradient_scale_reaches_small_numbers(device: torch.device) -> None:
-    """The gradients are kept before the division by the rows, so float16 does not lose them.
+    """Gradients are stored before the division by the rows, so float16 keeps their digits.
 
-    Those of x are at most 1e-2, and 3e-6 after the division: float16 has steps of 6e-8 there.
+    Gradients of x are at most 1e-2, and 3e-6 after the division, where float16 has steps of 6e-8.
     """
     x, weight, target, _ = layer(device, torch.float16, 4000, classes=50)
     with torch.no_grad():
@@ -168,7 +168,7 @@ def test_a_gradient_scale_reaches_small_numbers(device: torch.device) -> None:
 def test_classes_that_are_no_multiple_of_8(
     bias_dtype: torch.dtype | None, options: dict[str, Any]
 ) -> None:
-    """At a size whose products are padded, in three chunks.
+    """Three chunks whose products are padded to a multiple of 8 classes agree with float64.
 
     Logits of up to 5 are rounded to 2^-9 of themselves, which changes probabilities by 1 %.
     """
@@ -203,7 +203,7 @@ def test_classes_that_are_no_multiple_of_8(
 @pytest.mark.cuda
 @pytest.mark.parametrize("options", [{}, {"reduction": "none"}], ids=str)
 def test_a_gradient_from_one_product(options: dict[str, Any]) -> None:
-    """A large bfloat16 weight: the gradient is one product, not a float32 sum over chunks."""
+    """A large bfloat16 weight's gradient is one product, not a float32 sum over chunks."""
     cuda = torch.device("cuda", 0)
     x, weight, target, _ = layer(cuda, torch.bfloat16, 300, features=1024, classes=16641)
     loss = torchkiln.linear_cross_entropy(x, weight, target, **options)
@@ -216,9 +216,9 @@ def test_a_gradient_from_one_product(options: dict[str, Any]) -> None:
 
 @pytest.mark.cuda
 def test_one_chunk_in_place_of_a_sum() -> None:
-    """Chunks of 2100 rows and a float32 sum would take more memory than 4200 rows.
+    """One chunk of 4,200 rows is used if chunks of 2,100 and a float32 sum would take more memory.
 
-    With the accuracy no logits are in the memory of the gradient.
+    With the accuracy, logits do not use the memory of the gradient.
     """
     cuda = torch.device("cuda", 0)
     for features, rows in ((2304, 4200), (2048, 2100)):
@@ -232,7 +232,7 @@ def test_one_chunk_in_place_of_a_sum() -> None:
 @pytest.mark.cuda
 @every_dtype
 def test_few_classes_are_one_chunk(dtype: torch.dtype) -> None:
-    """All rows, if the logits take at most an eighth of x."""
+    """All rows are one chunk if the logits have at most an eighth of x's elements."""
     cuda = torch.device("cuda", 0)
     for classes, rows in ((8, 9600), (9, 4800)):
         x, weight, target, _ = layer(cuda, dtype, 9600, features=64, classes=classes)
@@ -249,7 +249,7 @@ def test_few_classes_are_one_chunk(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name)
 def test_a_float32_bias(device: torch.device, dtype: torch.dtype) -> None:
-    """It is added before the logits are rounded, and has a float32 gradient."""
+    """A float32 bias is added before the logits are rounded; its gradient is float32."""
     x, weight, target, _ = layer(device, dtype, 33)
     bias = torch.randn(13, device=device, requires_grad=True)
     loss = torchkiln.linear_cross_entropy(x, weight, target, linear_bias=bias)
@@ -261,7 +261,7 @@ def test_a_float32_bias(device: torch.device, dtype: torch.dtype) -> None:
     torch.testing.assert_close(loss.double(), expected, rtol=2 * eps, atol=0)
     (truth,) = torch.autograd.grad(expected, wide[3])
     torch.testing.assert_close(found.double(), truth, rtol=eps, atol=eps * float(truth.abs().max()))
-    with torch.no_grad():  # half precision has steps of 0.125 or 1 at the bias, which cancels
+    with torch.no_grad():  # half precision has steps of 0.125 or 1 near the bias
         x.fill_(1)
         weight.fill_(32)
         bias -= 256
@@ -294,7 +294,7 @@ def test_all_rows_ignored(device: torch.device, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name)
 def test_autocast(device: torch.device, dtype: torch.dtype) -> None:
-    """x and weight are cast, a float32 bias is not; the loss is float32 unless dtype is given."""
+    """Autocast casts x and weight, not a float32 bias; the loss is float32 by default."""
     x, weight, target, bias = layer(device, torch.float32, 9)
     with torch.autocast(device.type, dtype):
         loss = torchkiln.linear_cross_entropy(x, weight, target, linear_bias=bias)
@@ -322,7 +322,7 @@ def test_class_weights_that_require_a_gradient() -> None:
 
 
 def test_a_target_that_is_no_class_on_the_cpu() -> None:
-    """An error without being asked; kernels on a GPU stop, as those of cross_entropy."""
+    """An invalid target raises an error on a CPU; on a GPU the kernel traps."""
     x, weight, target, _ = layer(torch.device("cpu"), torch.float32, 9)
     target[4] = 13
     with pytest.raises(IndexError, match="target: got 13, expected one of 13 classes"):
@@ -330,7 +330,7 @@ def test_a_target_that_is_no_class_on_the_cpu() -> None:
 
 
 def test_the_module_has_a_linear_layer(device: torch.device) -> None:
-    """Its state is that of torch's module of this name; an embedding's weight can be shared."""
+    """The state_dict is that of torch's LinearCrossEntropyLoss; the weight can be shared."""
     torch.manual_seed(0)
     torchs = nn.Linear(8, 13, device=device)
     torch.manual_seed(0)
@@ -360,7 +360,7 @@ def test_explain_tells_the_rows_of_a_chunk() -> None:
 
 
 def test_products_are_counted() -> None:
-    """One product without gradients, three with those of x and weight."""
+    """A mean computes 3 products in forward; losses per row compute 1, and 3 in backward."""
     x, weight, target, _ = layer(torch.device("cpu"), torch.float32, 9)
     product = 2 * 9 * 8 * 13
     products: tuple[tuple[Reduction, int, int], ...] = (("mean", 3, 3), ("none", 1, 4))

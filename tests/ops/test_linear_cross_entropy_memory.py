@@ -1,4 +1,4 @@
-"""linear_cross_entropy with logits in the memory of the gradient of the weight."""
+"""linear_cross_entropy with logits in the memory of the weight's gradient."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOTE = "logits of {} classes in memory of their own"
 
 
 def first_part(rows: int, features: int, classes: int) -> int:
-    """Classes whose logits have memory of their own: the rest of a geometric series."""
+    """The number of classes whose logits do not fit into the memory of the gradient."""
     ratio = rows / features
     third = int(classes / (1 + ratio + ratio**2)) // 128 * 128
     second = -(-rows * third // (features * 128)) * 128
@@ -27,7 +27,7 @@ def first_part(rows: int, features: int, classes: int) -> int:
 
 
 def layer(rows: int, features: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """x, weight and target; targets in each part of the classes, and some that are ignored."""
+    """x, weight and target; targets in all parts of the classes, every seventh ignored."""
     x = torch.randn(rows, features, device=device).to(dtype)
     weight = (torch.randn(CLASSES, features, device=device) / features**0.5).to(dtype)
     target = torch.randint(CLASSES, (rows,), device=device)
@@ -36,7 +36,7 @@ def layer(rows: int, features: int, device: torch.device, dtype: torch.dtype) ->
 
 
 def require_near(found: Tensor, expected: Tensor) -> None:
-    """Compares with a part of the largest element, as terms cancel."""
+    """The error is relative to the largest element, because terms cancel."""
     torch.testing.assert_close(
         found.double(), expected, rtol=1e-4, atol=2e-5 * float(expected.abs().max())
     )
@@ -73,7 +73,7 @@ def test_results_and_gradients(
 
 
 def test_rows_without_finite_logits() -> None:
-    """Parts of -infinity, and a row of it."""
+    """Whole parts of the classes, and a whole row, may have logits of -infinity."""
     x, weight, target = layer(ROWS, 128, CPU, torch.float32)
     bias = torch.zeros(CLASSES)
     bias[20000:] = -torch.inf
@@ -92,7 +92,7 @@ def test_rows_without_finite_logits() -> None:
 
 
 def peak_of_forward(x: Tensor, weight: Tensor, target: Tensor) -> int:
-    """Peak bytes of a forward that computes both gradients."""
+    """Peak bytes of the forward, which computes both gradients."""
     forward = torch.ops.torchkiln._linear_cross_entropy_forward.default
     numbers: Any = (None, None, -100, "mean", 0.0, 0.0, None, False, None, 1.0, [True, True, False])
 
@@ -106,7 +106,7 @@ def peak_of_forward(x: Tensor, weight: Tensor, target: Tensor) -> int:
 
 @pytest.mark.parametrize("features", [128, 64])
 def test_peak_of_forward(features: int) -> None:
-    """The gradients and the logits of the first part."""
+    """The peak is both gradients and the logits of the first part."""
     given = layer(ROWS, features, CPU, torch.float32)
     logits = ROWS * first_part(ROWS, features, CLASSES)
     expected = 4 * (given[0].numel() + given[1].numel() + logits)
@@ -115,7 +115,7 @@ def test_peak_of_forward(features: int) -> None:
 
 @pytest.mark.cuda
 def test_bfloat16_on_a_gpu() -> None:
-    """As losses per row, whose gradients are computed otherwise."""
+    """bfloat16 gradients agree with those of losses per row, which are computed otherwise."""
     cuda = torch.device("cuda", 0)
     x = torch.randn(4096, 4096, device=cuda).bfloat16().requires_grad_()
     weight = (torch.randn(131072, 4096, device=cuda) / 64).bfloat16().requires_grad_()

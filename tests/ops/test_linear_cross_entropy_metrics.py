@@ -11,11 +11,11 @@ from torch import Tensor
 import torchkiln
 from torchkiln.testing.contract.repeat import threads
 
-ROWS, FEATURES, CLASSES = 8195, 6, 11  # two chunks
+ROWS, FEATURES, CLASSES = 8195, 6, 11  # rows of two chunks
 
 
 def some(device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    """x, weight and bias, which need gradients, and classes."""
+    """x, weight and bias, which require gradients, and classes; every fourth row is ignored."""
     shapes = ((ROWS, FEATURES), (CLASSES, FEATURES), (CLASSES,))
     leaves = [torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in shapes]
     target = torch.randint(CLASSES, (ROWS,), device=device)
@@ -24,7 +24,7 @@ def some(device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Tens
 
 
 def whole(x: Tensor, matrix: Tensor, target: Tensor, bias: Tensor, **options: Any) -> Any:
-    """The same numbers from all logits."""
+    """cross_entropy of all logits at once."""
     temperature = options.pop("temperature", 1.0)
     logits = torch.nn.functional.linear(x, matrix, bias) / temperature
     return torchkiln.cross_entropy(logits, target, **options)
@@ -73,7 +73,7 @@ def test_they_exist_without_gradients_and_rows(device: torch.device) -> None:
 
 
 def test_the_accuracy_may_be_changed(device: torch.device) -> None:
-    """It shares no memory with what backward reads."""
+    """Changing the returned accuracy in place does not change the gradients."""
     x, weight, bias, target = some(device)
     options: dict[str, Any] = {"reduction": "none"}
     loss, _, accuracy = torchkiln.linear_cross_entropy(
@@ -88,7 +88,7 @@ def test_the_accuracy_may_be_changed(device: torch.device) -> None:
 
 @pytest.mark.parametrize("accuracy", [False, True])
 def test_rows_of_any_number_in_a_graph(accuracy: bool) -> None:
-    """As many rows as a mask has ones, known when the graph runs."""
+    """A graph works for a number of rows that is only known when it runs."""
     x, weight, bias, target = some(torch.device("cpu"))
 
     def call(x: Tensor, mask: Tensor) -> Any:

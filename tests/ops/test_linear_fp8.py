@@ -1,4 +1,4 @@
-"""The layer in float8_e4m3fn: products, gradients, what it keeps and refuses, its module."""
+"""linear_fp8 and its module: products, gradients, saved tensors, refused arguments."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ import torchkiln
 from torchkiln import linear_fp8, quantize, quantize_both, quantize_weight
 
 NEEDS_PRODUCT = pytest.mark.skipif(not HAS_PRODUCT, reason="needs a GPU of compute capability 9.0")
-# Tokens, input and output features: multiples of 128 and of 16, and sizes that are padded.
+# Tokens, input and output features: multiples of 128, multiples of 16, and sizes to be padded.
 SIZES = ((256, 384, 128), (48, 160, 272), (33, 130, 65), (1, 7, 3))
 
 
 def values(x: Tensor) -> Tensor:
-    """The quantised numbers of the rows of a tensor, in float64."""
+    """x, quantised along its rows and dequantised to float64."""
     return torchkiln.dequantize(quantize(x), torch.float64)
 
 
 def columns(x: Tensor, *, square: bool = False) -> Tensor:
-    """The quantised numbers of the columns of a matrix, in float64."""
+    """A matrix, quantised along its columns and dequantised to float64."""
     return torchkiln.dequantize(quantize_both(x, square)[1], torch.float64).T
 
 
 def weight_values(weight: Tensor) -> Tensor:
-    """The quantised numbers of a weight, in float64."""
+    """A weight, quantised in squares and dequantised to float64."""
     return torchkiln.dequantize(quantize_weight(weight), torch.float64)
 
 
 def operands(
     sizes: tuple[int, int, int], dtype: torch.dtype, device: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, weight, bias and a gradient; the weight is float32."""
+    """x, weight, bias and an incoming gradient; the weight is float32."""
     tokens, inside, outside = sizes
     generator = torch.Generator().manual_seed(tokens)
 
@@ -55,11 +55,11 @@ def operands(
 def require_product(
     found: Tensor, left: Tensor, right: Tensor, shift: Tensor | None = None
 ) -> None:
-    """Compare with left @ right.T + shift in float64, within rounding of sums in float32."""
+    """Require left @ right.T + shift in float64, up to rounding and float32 sums."""
     exact, terms = left @ right.T, left.abs() @ right.abs().T
     if shift is not None:
         exact, terms = exact + shift, terms + shift.abs()
-    # Tensor cores keep about 14 bits of a partial sum of 128 products.
+    # Tensor cores keep about 14 bits when they add 128 products.
     sums = 2.0**-12 if found.is_cuda else left.shape[-1] * 2.0**-24
     allowed = torch.finfo(found.dtype).eps * exact.abs() + sums * terms
     assert ((found.double() - exact).abs() <= allowed).all()
@@ -101,7 +101,7 @@ def test_leading_dimensions(device: str) -> None:
 
 
 def shifted(tensor: Tensor, elements: int) -> Tensor:
-    """A copy of the tensor and of the zeros behind it that begins at this element of its memory."""
+    """A copy at this element of new memory, with the same strides and zeros between rows."""
     size = tensor.untyped_storage().nbytes() // tensor.itemsize + elements
     memory = torch.zeros(size, dtype=tensor.dtype, device=tensor.device)
     return memory.as_strided(tensor.shape, tensor.stride(), elements).copy_(tensor.detach())
@@ -112,13 +112,13 @@ def shifted(tensor: Tensor, elements: int) -> Tensor:
 )
 @pytest.mark.parametrize("elements", [1, 2, 4, 8])
 def test_operands_may_begin_anywhere(elements: int, device: str) -> None:
-    """Data, scales and bias, of rows and of both orders of the weight."""
+    """Alignment changes no bit, of data, scales or bias, with the weight in both orders."""
     x, weight, bias, grad = operands((48, 256, 128), torch.bfloat16, device)
     rows, prepared = quantize(x), quantize_weight(weight)
     y = linear_fp8(rows, weight, bias, quantized=prepared)
     expected = torch.autograd.grad(y, (x, weight, bias), grad)
 
-    apart = torch.stack([bias, bias], 1).detach()[:, 0].requires_grad_()  # every second element
+    apart = torch.stack([bias, bias], 1).detach()[:, 0].requires_grad_()  # a stride of 2
     assert torch.equal(linear_fp8(rows, weight, apart, quantized=prepared), y)
     rows = rows._replace(data=shifted(rows.data, elements), scale=shifted(rows.scale, elements))
     prepared = torchkiln.QuantizedWeight(*(shifted(part, elements) for part in prepared))
@@ -143,11 +143,11 @@ def test_one_quantised_input_for_several_layers(device: str) -> None:
     alone = torch.autograd.grad(linear_fp8(x, weight), (x, weight), grad)
     more = torch.autograd.grad(linear_fp8(x, other), (x, other), grad)
     assert torch.equal(found[0], alone[0] + more[0])
-    # The columns of x are those of its quantised rows.
+    # x is quantised along its columns from its quantised rows.
     transposed = torchkiln.transpose_quantized(shared, square=True)
     right = torchkiln.dequantize(transposed, torch.float64)
     require_product(found[1], columns(grad).T, right)
-    with torch.no_grad():  # without a source the result has the dtype of the weight
+    with torch.no_grad():  # without a source, the weight decides the dtype
         assert linear_fp8(quantize(x), weight).dtype == torch.float32
 
 
@@ -236,7 +236,7 @@ def test_autocast_casts_the_input_alone() -> None:
 
 
 def layer(inside: int, outside: int, device: str = "cpu") -> torchkiln.nn.LinearFP8:
-    """A layer with the same parameters in every run."""
+    """A layer with the same parameters in each call."""
     torch.manual_seed(3)
     return torchkiln.nn.LinearFP8(inside, outside, device=device)
 
@@ -286,7 +286,7 @@ def test_weight_is_quantised_once_per_version(
     monkeypatch.setattr("torchkiln.nn.quantize.quantize_weight", counted)
     monkeypatch.setattr("torchkiln.nn.quantize.has_group", lambda: False)
     found, x = layer(256, 128), torch.randn(16, 256)
-    for _ in range(3):  # micro-batches
+    for _ in range(3):  # three micro-batches
         found(x).sum().backward()
     assert count == 1
     change(found.weight)
@@ -295,7 +295,7 @@ def test_weight_is_quantised_once_per_version(
 
 
 def test_another_weight_is_quantised() -> None:
-    """A new parameter has the version of the one before, and often its memory."""
+    """A new parameter is quantised though its version, and often its address, is the old one's."""
     found, x = layer(256, 128), torch.randn(16, 256)
     for _ in range(8):
         found.weight = None  # type: ignore[assignment]
@@ -321,7 +321,7 @@ def test_training_after_inference_mode() -> None:
 
 
 def test_writes_of_fsdp_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FSDP2 gathers into the memory of a parameter, and its version stays."""
+    """With a process group each call quantises: FSDP2 writes a weight without a new version."""
     found, x = layer(256, 128), torch.randn(16, 256)
     found(x)
     monkeypatch.setattr("torchkiln.nn.quantize.has_group", lambda: True)
@@ -343,13 +343,13 @@ def test_compiled_sees_new_weights() -> None:
 
 
 def test_a_compiled_optimizer() -> None:
-    """Its steps are compiled once, and the weight is quantised again."""
+    """A compiled step is compiled once, and the weight is quantised again after it."""
     found, x = layer(256, 128), torch.randn(16, 256)
     found(x).sum().backward()
     optimizer = torch.optim.SGD(found.parameters(), 0.5)
     folded = torchkiln.nn.ConvBNAct2d(8, 6, 3).eval()
     with torch.no_grad():
-        folded(torch.randn(1, 8, 5, 5))  # another hook: hooks are compiled, with guards
+        folded(torch.randn(1, 8, 5, 5))  # a second hook, as compiled hooks have guards
     torch.compiler.reset()
     step = torch.compile(optimizer.step, backend="aot_eager")
     for _ in range(3):
@@ -360,7 +360,7 @@ def test_a_compiled_optimizer() -> None:
 
 @pytest.mark.parametrize("is_frozen_before", [False, True])
 def test_weights_copied_from_others_after_a_step(*, is_frozen_before: bool) -> None:
-    """As in training with parameters of higher precision, which the optimizer has."""
+    """Weights copied from an optimizer's parameters, as in mixed precision, are quantised again."""
     found, x = layer(256, 128), torch.randn(16, 256)
     found.requires_grad_(not is_frozen_before)
     found(x)

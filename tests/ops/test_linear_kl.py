@@ -1,4 +1,4 @@
-"""What the contract of linear_kl does not cover."""
+"""linear_kl beyond the contract: errors, masks, gradients, row lengths, temperature."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "reverse", "js")
 
 
 def formula(z: Tensor, u: Tensor, direction: Direction = "forward", beta: float = 0.5) -> Tensor:
-    """The divergence of the logits of a student and of a teacher."""
+    """The divergence between student's logits z and teacher's logits u."""
     log_p, log_q = F.log_softmax(z, -1), F.log_softmax(u, -1)
 
     def kl(logs: Tensor, others: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ NAMES = ("x", "weight", "y", "weight_y", "bias", "bias_y")
 
 
 def layers(rows: int, classes: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Arguments of a call."""
+    """Random arguments of a call, by name."""
     sizes: list[tuple[int, ...]] = [(rows, 6), (classes, 6), (rows, 4), (classes, 4)]
     sizes += [(classes,), (classes,)]
     made = zip(NAMES, sizes, strict=True)
@@ -44,7 +44,7 @@ def layers(rows: int, classes: int, device: torch.device, dtype: torch.dtype) ->
 
 
 def truth(given: dict[str, Any], temperature: float = 1.0, **options: Any) -> Tensor:
-    """The formula of a call."""
+    """The divergence in torch's ops for these arguments."""
     z = F.linear(given["x"], given["weight"], given["bias"]) / temperature
     u = F.linear(given["y"], given["weight_y"], given["bias_y"]) / temperature
     return formula(z, u, **options)
@@ -84,7 +84,7 @@ def test_second_derivatives(direction: Direction, device: torch.device) -> None:
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_errors_of_half_precision(direction: Direction, device: torch.device) -> None:
-    """At most twice those of torch in float32 on the same inputs, from float64."""
+    """Errors against float64 are at most twice those of torch in float32 on the same inputs."""
     x, y = (torch.randn(96, 256, device=device).bfloat16() for _ in range(2))
     weight, weight_y = ((torch.randn(3001, 256, device=device) / 8).bfloat16() for _ in range(2))
     factors = torch.randn(96, device=device)
@@ -102,7 +102,7 @@ def test_errors_of_half_precision(direction: Direction, device: torch.device) ->
     exact, torchs = results(torch.float64), results(torch.float32)
     ours = results(torch.bfloat16, is_ours=True)
     assert (ours[0] - exact[0]).abs().max() <= 2 * (torchs[0] - exact[0]).abs().max()
-    # Torch's gradient of bfloat16 inputs is its float32 gradient, rounded.
+    # Torch's gradient in bfloat16 is rounded from that of float32.
     rounded = torchs[1].bfloat16().double()
     error = (ours[1] - exact[1]).norm() / (rounded - exact[1]).norm()
     assert error <= 2
@@ -128,7 +128,7 @@ def test_classes_that_neither_layer_can_draw(direction: Direction, device: torch
     expected = truth(some, direction=direction)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     ours, theirs = (torch.autograd.grad(y.sum(), given["x"]) for y in (found, expected))
-    # A weight times a gradient of 0 is 0.
+    # Where a gradient is 0, a weight times it is 0.
     torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
 
 
@@ -162,7 +162,7 @@ def test_distributions_that_are_far_apart(direction: Direction, device: torch.de
 def test_incoming_gradients_of_any_size(
     size: float, direction: Direction, device: torch.device
 ) -> None:
-    """The gradient of the logits has float16 for the products; its bias has float32."""
+    """Gradients agree with float64 for incoming ones of any size, though products read float16."""
     given = layers(512, 300, device, torch.float16)
     given["bias"] = given["bias"].float()
     leaves = [given[name].requires_grad_() for name in ("weight", "bias")]
@@ -173,7 +173,7 @@ def test_incoming_gradients_of_any_size(
     ours = torch.autograd.grad(torchkiln.linear_kl(**given, **options), leaves, factors)
     theirs = torch.autograd.grad(truth(wide, **options), exact, factors.double())
     assert (ours[1] - theirs[1]).norm() <= 1e-4 * theirs[1].norm()
-    # The smallest positive float16 number is 6e-8.
+    # float16 numbers below 6e-8 are 0.
     rounding = torch.finfo(torch.float16).eps * theirs[0].norm() + 3e-8 * 1800**0.5
     assert (ours[0] - theirs[0]).norm() <= rounding
 
@@ -184,7 +184,7 @@ def test_rows_that_do_not_count(is_mask: bool, device: torch.device) -> None:
     weight, weight_y = (torch.randn(9, 4, device=device, dtype=torch.float64) for _ in range(2))
     mask = torch.rand(3, 5, device=device) < 0.4
     mask[0, 0] = True
-    y[~mask] = torch.nan  # not read
+    y[~mask] = torch.nan  # must not be read
     x.requires_grad_()
     rows = mask if is_mask else mask.flatten().nonzero().squeeze(1).flip(0)
     found = torchkiln.linear_kl(x, weight, y, weight_y, rows=rows)
@@ -214,7 +214,7 @@ def test_a_float32_bias(dtype: torch.dtype, device: torch.device) -> None:
 
 
 def test_forward_differentiates_for_x_alone() -> None:
-    """Backward of x alone multiplies no matrices."""
+    """Backward multiplies no matrices if only x has a gradient."""
     given = layers(6, 9, torch.device("cpu"), torch.float32)
     for leaves, expected in ((("x",), 0), (("x", "weight"), 1), (("y",), 1), (("x", "y"), 1)):
         call = {k: v.detach().requires_grad_(k in leaves) for k, v in given.items()}
@@ -277,7 +277,7 @@ def test_in_a_graph(device: torch.device) -> None:
 
 @pytest.mark.parametrize("classes", [1, 255, 257, 1023, 4099])
 def test_rows_of_any_length(classes: int, device: torch.device) -> None:
-    """Ends of rows in each load of a thread, and rows that begin at any element."""
+    """Rows of any length, beginning at any element, agree with float64."""
     for direction, dtype in itertools.product(DIRECTIONS, (torch.float32, torch.bfloat16)):
         given = layers(5, classes, device, dtype)
         wide = {k: v.double() for k, v in given.items()}
@@ -296,7 +296,7 @@ def test_rows_of_any_length(classes: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_large_logits_with_a_temperature(direction: Direction, device: torch.device) -> None:
-    """Equal logits are uniform, whatever their size: the rounding of their products cancels."""
+    """Equal logits of any size are a uniform distribution, as their roundings cancel."""
     x, y = torch.randn(2, 4, 8, device=device)
     weight, weight_y = torch.zeros(300, 8, device=device), torch.randn(300, 8, device=device)
     results = []

@@ -1,4 +1,4 @@
-"""What the contract of logprob and linear_logprob does not cover."""
+"""logprob and linear_logprob beyond the contract."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torchkiln
 def formula(
     logits: Tensor, target: Tensor, temperature: float = 1.0, ignored: int = -100
 ) -> tuple[Tensor, Tensor]:
-    """Both results in the dtype of the logits."""
+    """Log-probability and entropy in torch's ops, in the dtype of the logits."""
     logs = F.log_softmax(logits / temperature, -1)
     p = logs.exp()
     at = target.masked_fill(target == ignored, 0).unsqueeze(-1)
@@ -27,7 +27,7 @@ def formula(
 
 
 def gradient(results: Any, inputs: Any, factors: Any) -> tuple[Tensor, ...]:
-    """The gradients of a sum of results, each with a factor per row; None leaves one out."""
+    """Gradients of the results, weighted per row by ``factors``; None leaves a result out."""
     chosen = [(y, g) for y, g in zip(results, factors, strict=True) if g is not None]
     return torch.autograd.grad([y for y, _ in chosen], inputs, [g for _, g in chosen])
 
@@ -35,7 +35,7 @@ def gradient(results: Any, inputs: Any, factors: Any) -> tuple[Tensor, ...]:
 def logits_of(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The logits of a bfloat16 layer in another dtype.
 
-    On a GPU float32 logits are those of tensor cores, whose sums have larger errors.
+    On a GPU, float32 logits are sums of tensor cores, which have larger errors.
     """
     z = F.linear(x.to(dtype), weight.to(dtype))
     if z.is_cuda and dtype == torch.float32:
@@ -50,7 +50,7 @@ def test_gradients_of_each_result(order: str, used: str, device: torch.device) -
     logits = 3 * torch.randn(5, 4099, dtype=torch.float64, device=device)
     if order == "far apart":
         logits[:, ::7] -= 2e4
-    elif order != "random":  # the maximum changes in each piece of a row
+    elif order != "random":  # in sorted rows the maximum changes often
         logits = logits.sort(-1, descending=order == "descending").values * 20
     logits.requires_grad_()
     target = torch.tensor([0, 4098, -100, 77, 2048], device=device)
@@ -67,7 +67,7 @@ def test_gradients_of_each_result(order: str, used: str, device: torch.device) -
 def test_masked_logits_have_no_share(device: torch.device) -> None:
     logits = torch.randn(3, 40, device=device)
     logits[:, 10:] = -torch.inf
-    logits[1, :9] = -torch.inf  # one class is left
+    logits[1, :9] = -torch.inf  # a single class remains
     logits.requires_grad_()
     target = torch.tensor([2, 9, 4], device=device)
     logp, entropy = torchkiln.logprob(logits, target, entropy=True)
@@ -277,7 +277,7 @@ def test_the_dtype_of_the_logits(softcap: float | None, device: torch.device) ->
 
 
 def test_errors_of_half_precision(device: torch.device) -> None:
-    """At most twice those of torch in float32 on the same inputs, from float64."""
+    """Errors against float64 are at most twice those of torch in float32 on the same inputs."""
     x = torch.randn(96, 256, device=device).bfloat16()
     weight = (torch.randn(3001, 256, device=device) / 8).bfloat16()
     target = torch.randint(3001, (96,), device=device)
@@ -295,7 +295,7 @@ def test_errors_of_half_precision(device: torch.device) -> None:
     exact, torchs, ours = map(results, (torch.float64, torch.float32, torch.bfloat16))
     for one, other, truth in zip(ours[:2], torchs[:2], exact[:2], strict=True):
         assert (one - truth).abs().max() <= 2 * (other - truth).abs().max()
-    # Torch's gradient of bfloat16 inputs is its float32 gradient, rounded.
+    # Torch's gradient in bfloat16 is rounded from that of float32.
     rounded = torchs[2].bfloat16().double()
     assert (ours[2] - exact[2]).norm() <= 2 * (rounded - exact[2]).norm()
 
@@ -371,7 +371,7 @@ def test_modules_are_the_functions(device: torch.device) -> None:
 @pytest.mark.large
 @pytest.mark.cuda
 def test_more_than_2_to_the_31_elements() -> None:
-    """Rows on both sides of element 2**31 equal those of a separate call."""
+    """Rows before and after element 2**31 have the results of a separate call."""
     device = torch.device("cuda", 0)
     rows, count = 2**16 + 1, 2**15 + 1
     row = torch.arange(count, device=device).remainder(241).div(60).bfloat16()

@@ -1,4 +1,4 @@
-"""Matrix products beyond the contract."""
+"""linear and matmul beyond the contract."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_preactivation_is_kept_only_where_it_is_needed(
 
 
 def test_relu_beside_a_residual_is_not_judged_by_the_sum(device: torch.device) -> None:
-    """With a residual the output does not show the sign of relu's argument."""
+    """With a residual, the gradient of relu depends on the product, not on the sign of the sum."""
     x = torch.eye(2, device=device, requires_grad=True)
     weight = torch.tensor([[1.0, -1.0]], device=device)
     residual = torch.tensor([[-5.0], [5.0]], device=device)
@@ -55,9 +55,9 @@ def test_relu_beside_a_residual_is_not_judged_by_the_sum(device: torch.device) -
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("act", ["gelu_tanh", "silu", "tanh", "square"])
 def test_a_float32_bias_beside_half_precision(dtype: torch.dtype, act: Activation) -> None:
-    """On the CPU the bias is added to the rounded product without a further rounding.
+    """On the CPU a float32 bias is added to the rounded product, and the sum is rounded once.
 
-    The gradient of the bias is then as exact as the one that torch's ops compute in float32.
+    The gradient of the bias is as exact as the one that torch's ops compute in float32.
     """
     torch.manual_seed(2)
     x, weight = torch.randn(4096, 64).to(dtype), torch.randn(32, 64).div(8).to(dtype)
@@ -86,7 +86,7 @@ def test_matmul_is_torch_matmul(device: torch.device) -> None:
 def test_a_gradient_has_contiguous_columns_if_its_matrix_has(
     device: torch.device, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype
 ) -> None:
-    """As with torch.matmul, whose backward takes the same products."""
+    """Gradients have the strides of torch.matmul's, whose backward computes the same products."""
     made = [torch.randn(shape[::-1], device=device, dtype=dtype).t() for shape in shapes]
     made = [tensor.requires_grad_() for tensor in made]
     grad = torch.randn_like(torch.matmul(*made))
@@ -133,7 +133,7 @@ def test_no_bias(device: torch.device) -> None:
     torch.testing.assert_close(layer(x), F.linear(x, layer.weight) * 0.5)
 
 
-# cuBLAS fuses no activation or a relu itself, so these are left to it.
+# cuBLAS itself fuses no activation, or relu; these cases use it.
 FUSED = [
     (act, has_residual)
     for act in FORMULAS
@@ -145,7 +145,7 @@ FUSED = [
 @pytest.mark.cuda
 @pytest.mark.parametrize(("act", "has_residual"), FUSED)
 def test_the_fused_kernel(act: Activation, has_residual: bool) -> None:
-    """At a size that chooses it: enough tiles, deep enough."""
+    """The fused kernel, which sizes from 4096 x 2048 on use, agrees with float64."""
     x = torch.randn(4096, 2048, device="cuda").bfloat16().requires_grad_()
     weight = (torch.randn(4096, 2048, device="cuda") / 45).bfloat16().requires_grad_()
     bias = torch.randn(4096, device="cuda", requires_grad=True)
@@ -193,7 +193,7 @@ def test_rows_that_are_no_multiples_of_16_bytes(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_a_float32_layer_without_autocast(device: torch.device, dtype: torch.dtype) -> None:
-    """The error says how to call the layer; both ways work, and a graph has the same error."""
+    """The error names two remedies, both of which work; a graph raises the same error."""
     layer = torchkiln.nn.Linear(6, 4, bias=False, device=device)
     x = torch.randn(3, 6, device=device, dtype=dtype)
     name = str(dtype).removeprefix("torch.")
@@ -213,12 +213,12 @@ def test_a_float32_layer_without_autocast(device: torch.device, dtype: torch.dty
 @pytest.mark.parametrize("k", [33, 64, 258])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_memory_behind_a_row_is_not_used(device: torch.device, dtype: torch.dtype, k: int) -> None:
-    """As by instructions that multiply tiles: oneDNN reads up to 31 elements more with AMX."""
+    """NaN behind each row does not enter; oneDNN's AMX kernels would read 31 elements more."""
     rows = torch.full((130, k + 64), torch.nan, device=device, dtype=dtype)
     rows[:, :k] = torch.randn(130, k, device=device)
     weight = torch.randn(70, k, device=device).to(dtype)
     expected = rows[:, :k].double() @ weight.double().T
-    # On a GPU, sums of parts of k may be rounded to half precision before they are added.
+    # On a GPU, partial sums over k may be rounded to half precision before they are added.
     eps = torch.finfo(dtype).eps
     rtol, atol = (0.02, 0.2) if device.type == "cuda" else (eps, 1e-4)
     for found in (

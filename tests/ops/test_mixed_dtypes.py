@@ -1,4 +1,4 @@
-"""Half precision beside float32: read together, without a copy of the narrower tensor."""
+"""A half precision and a float32 tensor in one call: no copy of the narrower one is made."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import torchkiln
 
 
 class Pair(NamedTuple):
-    """An op of two tensors, and the same in torch's ops."""
+    """An op of two tensors, and its formula in torch's ops."""
 
     op: Callable[[Tensor, Tensor], Tensor]
     formula: Callable[[Tensor, Tensor], Tensor]
     spread: bool = False
-    """Whether the second tensor has rows of probabilities."""
+    """Whether the rows of the second tensor are probabilities."""
 
 
 PAIRS = {
@@ -48,7 +48,7 @@ PAIRS = {
 
 
 def casts(call: Callable[[], object]) -> list[str]:
-    """The copies to another dtype that a call makes."""
+    """The names of all casts in a call."""
     kind = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[kind], acc_events=True) as profile:
         call()

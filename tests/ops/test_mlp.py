@@ -21,7 +21,7 @@ each_save = pytest.mark.parametrize("save", ["preact", "none"])
 
 
 def tensors(name: str, device: torch.device, rows: int = 9) -> list[Tensor]:
-    """x, weights and biases, which need gradients."""
+    """x, weights and biases, which require gradients."""
     hidden = 7
     width = 2 * hidden if name == "gated_mlp" else hidden
     sizes: list[tuple[int, ...]] = [(rows, 5), (width, 5), (6, hidden), (width,), (6,)]
@@ -29,7 +29,7 @@ def tensors(name: str, device: torch.device, rows: int = 9) -> list[Tensor]:
 
 
 def expected(name: str, *args: Tensor) -> Tensor:
-    """The op with its default activation, by torch."""
+    """The op with its default activation, in torch's ops."""
     x, up, down, up_bias, down_bias = args
     z = F.linear(x, up, up_bias)
     if name == "mlp":
@@ -41,7 +41,7 @@ def expected(name: str, *args: Tensor) -> Tensor:
 @both
 @each_save
 def test_any_subset_of_gradients(device: torch.device, name: str, save: str) -> None:
-    """Each subset has torch's gradients."""
+    """For every subset of wanted gradients, they equal torch's."""
     given = tensors(name, device)
     grad = torch.randn(9, 6, device=device).double()
     truth = torch.autograd.grad(expected(name, *given), given, grad)
@@ -60,7 +60,7 @@ def test_any_subset_of_gradients(device: torch.device, name: str, save: str) -> 
 
 @each_save
 def test_gradients_of_many_elements(device: torch.device, save: Saved) -> None:
-    """A GPU computes activation and gradient of large layers in one pass."""
+    """Gradients of large layers equal torch's; a GPU computes act and its slope in one pass."""
     x, up, down = (torch.randn(s, device=device).double() for s in ((4100, 24), (80, 24), (6, 80)))
     grad = torch.randn(4100, 6, device=device).double()
     leaves = [t.requires_grad_() for t in (x, up, down)]
@@ -71,7 +71,7 @@ def test_gradients_of_many_elements(device: torch.device, save: Saved) -> None:
 
 @both
 def test_what_is_kept(device: torch.device, name: str) -> None:
-    """The argument of the activation and no other tensor of the hidden size, or none."""
+    """The argument of the activation is the only hidden tensor saved; none with save="none"."""
     given = tensors(name, device)
     sizes = {t.shape for t in given}
     for save, count in (("preact", 1), ("none", 0)):
@@ -89,7 +89,7 @@ def test_what_is_kept(device: torch.device, name: str) -> None:
 @both
 @each_save
 def test_tensors_of_hooks_are_not_overwritten(device: torch.device, name: str, save: str) -> None:
-    """Backward may reuse the memory of what it kept, unless a hook has seen it."""
+    """Backward does not overwrite a saved tensor that a hook has packed."""
     given = tensors(name, device)
     held: list[tuple[Tensor, Tensor]] = []
 
@@ -108,7 +108,7 @@ def test_tensors_of_hooks_are_not_overwritten(device: torch.device, name: str, s
 @both
 @each_save
 def test_a_graph_that_is_used_again(device: torch.device, name: str, save: Saved) -> None:
-    """Three passes through one graph, the last of which may overwrite what was kept."""
+    """Three backwards through a graph are equal; the last one may overwrite saved tensors."""
     given = tensors(name, device)
     out = OPS[name](*given, save=save)
     grad = torch.randn_like(out)
@@ -121,14 +121,14 @@ def test_a_graph_that_is_used_again(device: torch.device, name: str, save: Saved
 @pytest.mark.cuda
 @each_save
 def test_gradients_take_the_place_of_the_hidden_layer(save: Saved) -> None:
-    """Backward of gated_mlp allocates no second tensor of the size of gate and up."""
+    """Gradients use the memory of the hidden layer: no second tensor of its size is allocated."""
     rows, dim, hidden = 4096, 64, 512
     x, up, down = (
         torch.randn(size, device="cuda").bfloat16().requires_grad_()
         for size in ((rows, dim), (2 * hidden, dim), (dim, hidden))
     )
     grad = torch.randn(rows, dim, device="cuda").bfloat16()
-    # The first call allocates the workspace of cuBLAS.
+    # The first call allocates cuBLAS's workspace.
     torch.autograd.grad(torchkiln.gated_mlp(x, up, down, save=save), (x, up, down), grad)
     out = torchkiln.gated_mlp(x, up, down, save=save)
     torch.cuda.reset_peak_memory_stats()
@@ -144,7 +144,7 @@ def test_gradients_take_the_place_of_the_hidden_layer(save: Saved) -> None:
 @pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_a_gate_in_the_epilogue(dtype: torch.dtype, act: str, save: str) -> None:
-    """Sizes that choose it on an H100: two full rounds of tiles, cut at the last row and column."""
+    """Sizes for which an H100 fuses the gate: two full rounds of tiles, cut in rows and columns."""
     rows, dim, hidden, outputs = 4200, 1024, 1920, 2048
     sizes = [(rows, dim), (2 * hidden, dim), (outputs, hidden), (2 * hidden,), (outputs,)]
     given = [(torch.randn(size, device="cuda") / size[-1] ** 0.25).to(dtype) for size in sizes]
@@ -185,7 +185,7 @@ def test_a_gate_in_the_epilogue(dtype: torch.dtype, act: str, save: str) -> None
 
 @pytest.mark.cuda
 def test_a_gate_beside_weights_without_gradients() -> None:
-    """Backward then needs the gradient of the hidden layer, and not the layer itself."""
+    """Without gradients of weights, backward needs no hidden layer, only its gradient."""
     rows, dim, hidden = 4224, 512, 2048
     x = torch.randn(rows, dim, device="cuda").bfloat16().requires_grad_()
     up, down = (
@@ -207,7 +207,7 @@ def test_a_gate_beside_weights_without_gradients() -> None:
 @pytest.mark.parametrize("act", ["relu", "none", "square", "tanh"])
 @each_save
 def test_activations_with_other_derivatives(device: torch.device, act: str, save: str) -> None:
-    """From the sign of the output, a constant, the argument."""
+    """Activations whose derivative reads the output, the argument or nothing agree with torch."""
     functions: dict[str, Callable[[Tensor], Tensor]] = {
         "relu": torch.relu,
         "none": lambda z: z,
@@ -231,7 +231,7 @@ def test_activations_with_other_derivatives(device: torch.device, act: str, save
 @both
 @each_save
 def test_expanded_gradients(device: torch.device, name: str, save: str) -> None:
-    """The gradient of a sum has strides of 0."""
+    """Incoming gradients with strides of 0, as of sum(), give torch's gradients."""
     given = tensors(name, device)
     found = torch.autograd.grad(OPS[name](*given, save=save).sum(), given)
     truth = torch.autograd.grad(expected(name, *given).sum(), given)
@@ -248,7 +248,7 @@ def test_second_gradients(device: torch.device, name: str, save: str) -> None:
 
 @both
 def test_saving_nothing_costs_a_product(name: str) -> None:
-    """Two products forward, four backward; five if the hidden layer is computed again."""
+    """Forward has 2 products, backward 4; with save="none" 5, as the hidden layer is recomputed."""
     given = tensors(name, torch.device("cpu"))
     x, up, down = given[:3]
     first, second = 2 * x.shape[0] * up.numel(), 2 * x.shape[0] * down.numel()
@@ -263,7 +263,7 @@ def test_saving_nothing_costs_a_product(name: str) -> None:
 
 @both
 def test_a_compiled_step(name: str) -> None:
-    """Gradients through a graph of torch.compile."""
+    """Gradients through torch.compile equal torch's."""
     given = tensors(name, torch.device("cpu"))
     torch.compiler.reset()
     compiled = torch.compile(OPS[name], fullgraph=True, backend="aot_eager")
@@ -274,7 +274,7 @@ def test_a_compiled_step(name: str) -> None:
 
 
 def test_modules(device: torch.device) -> None:
-    """They load the states of torch's layers."""
+    """Modules load the state_dicts of torch's layers."""
     x = torch.randn(2, 3, 8, device=device)
     ours = torchkiln.nn.MLP(8, device=device)
     assert [tuple(p.shape) for p in ours.parameters()] == [(32, 8), (32,), (8, 32), (8,)]

@@ -1,4 +1,4 @@
-"""Modules in the manner of torch.nn."""
+"""torchkiln's modules behave as those of torch.nn."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_repr_tells_the_arguments() -> None:
 
 
 def test_meta_then_materialised() -> None:
-    """The way large models are made: on meta, then empty memory, then loaded."""
+    """A module can be made on meta, moved to empty memory, and loaded, as large models are."""
     layer = torchkiln.nn.BiasAct(4, device="meta")
     assert layer(torch.empty(3, 4, device="meta")).shape == (3, 4)
     layer = layer.to_empty(device="cpu")
@@ -55,7 +55,7 @@ def test_meta_then_materialised() -> None:
 
 
 def test_training_is_that_of_plain_torch(device: torch.device) -> None:
-    """Linear, module, linear: the same steps as with the bias added by torch."""
+    """A training with BiasAct has the losses of one whose linear layer adds the bias."""
     torch.manual_seed(0)
     fused = nn.Sequential(
         nn.Linear(8, 16, bias=False), torchkiln.nn.BiasAct(16), nn.Linear(16, 3)
@@ -89,7 +89,7 @@ def test_wrong_width_names_the_argument() -> None:
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("kind", [nn.Linear, torchkiln.nn.Linear])
 def test_a_pruned_layer_is_copied_as_torchs(kind: type[nn.Linear], recorded: bool) -> None:
-    """A pruned weight is the result of an op: torch copies it where that was not recorded."""
+    """A pruned weight is the result of an op: deepcopy fails as torch's, if that was recorded."""
     layer = kind(4, 3)
     prune.l1_unstructured(layer, "weight", 0.5)
     x = torch.randn(2, 4)
@@ -104,7 +104,7 @@ def test_a_pruned_layer_is_copied_as_torchs(kind: type[nn.Linear], recorded: boo
 
 @pytest.mark.parametrize("name", ["ReLU", "SiLU", "GELU", "Sigmoid", "Tanh", "CrossEntropyLoss"])
 def test_modules_are_instances_of_torchs(name: str) -> None:
-    """So that code which looks for torch's classes finds them."""
+    """Modules are instances of torch's classes, so code that checks classes works."""
     ours, theirs = getattr(torchkiln.nn, name), getattr(nn, name)
     assert isinstance(ours(), theirs)
     assert vars(ours()).keys() >= vars(theirs()).keys()
@@ -119,7 +119,7 @@ def test_softmax_modules_are_instances_of_torchs(name: str) -> None:
 
 
 def test_linear_takes_torchs_positional_arguments() -> None:
-    """A device and a dtype may follow bias; our own order holds, too."""
+    """Device and dtype may follow bias by position, as in torch; act and scale are keywords."""
     for device in ("cpu", torch.device("meta"), None):
         layer = torchkiln.nn.Linear(3, 4, True, device, torch.float64)
         theirs = nn.Linear(3, 4, True, device, torch.float64)
@@ -150,7 +150,7 @@ def test_modules_refuse_bad_settings_when_made() -> None:
 
 
 def test_flops_of_products_are_counted() -> None:
-    """Forward and backward, as for torch's own linear."""
+    """FlopCounterMode counts the products of forward and backward, as for torch's linear."""
     x, weight = torch.randn(2, 5, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
     totals = []
     for call in (
@@ -170,7 +170,7 @@ def test_flops_of_products_are_counted() -> None:
 
 @pytest.mark.parametrize("first", ["torchkiln", "torch.utils.flop_counter"])
 def test_flops_are_counted_whatever_is_imported_first(first: str) -> None:
-    """Importing torchkiln does not import torch's counter, which takes time and may warn."""
+    """FLOPs are counted in either order of import; torchkiln does not import torch's counter."""
     code = f"""
 import sys, {first}
 import torch, torchkiln
@@ -188,7 +188,7 @@ assert "torch.utils.flop_counter" not in [getattr(finder, "name", "") for finder
 
 
 def test_inductor_prints_no_arguments_of_our_ops() -> None:
-    """torch 2.11 prints them in each compilation: a time that doubles with each layer."""
+    """Inductor must not print arguments: in torch 2.11 the time doubles with each layer."""
     exc = importlib.import_module("torch._inductor.exc")
 
     class Argument:

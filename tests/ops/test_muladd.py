@@ -43,7 +43,7 @@ def composed(a: Any, b: Any, c: Any) -> Tensor:
 def test_numbers_in_every_position(
     device: torch.device, dtype: torch.dtype, tensors: tuple[bool, ...]
 ) -> None:
-    """A number keeps its digits, and takes no part in the dtype beside a floating tensor."""
+    """A number is not rounded, and does not change the dtype of floating-point tensors."""
     for shape in ((5, 7), (1031,), ()):
         for numbers in product(NUMBERS, repeat=3):
             args: list[Any] = [
@@ -76,14 +76,14 @@ def test_gradients_beside_numbers(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtypes", list(product(FLOATING + OTHER, repeat=2)), ids=str)
 def test_promotion(device: torch.device, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    """``muladd`` promotes as ``x * y + z`` does in torch, with 0-dimensional operands or not.
+    """``muladd`` promotes as ``x * y + z`` does in torch, also with 0-dimensional operands.
 
     ``addcmul`` promotes all three operands at once, as ``torch.addcmul`` does.
     """
-    traced: Any = inspect.unwrap(torchkiln.muladd)  # the body that torch.compile sees
+    traced: Any = inspect.unwrap(torchkiln.muladd)  # the body that torch.compile traces
     for third in (torch.float16, torch.float32):
         for shapes in product([(), (3,)], repeat=3):
-            # Small integers, so that every dtype holds the values and the result exactly.
+            # Small integers: every dtype represents the values and the result exactly.
             args = [
                 torch.ones(shape, device=device).to(dtype)
                 for shape, dtype in zip(shapes, (*dtypes, third), strict=True)
@@ -142,18 +142,18 @@ def test_numbers_under_transforms(device: torch.device, place: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_is_rounded_once(device: torch.device, dtype: torch.dtype) -> None:
-    """The product may leave the range, and is not rounded before the sum."""
+    """The product is not rounded before the sum, and may exceed the dtype's range."""
     a, b = (torch.randn(2053, device=device).to(dtype) for _ in range(2))
     found = torchkiln.muladd(a, b, -a * b)
     exact = a.double() * b.double() + (-a * b).double()
     assert torch.equal(found, exact.to(dtype))
-    assert exact.abs().max() > 0  # which a rounded product would not leave
+    assert exact.abs().max() > 0  # a rounded product would give 0
     large = torch.full((40,), 300.0, device=device, dtype=torch.float16)
     assert (torchkiln.muladd(large, large, -60000.0) == 30000.0).all()
 
 
 def test_layout_of_the_result(device: torch.device) -> None:
-    """The first operand that has the output's shape and is dense decides, else row-major."""
+    """The result has the layout of the first dense operand of its shape, else it is row-major."""
     plain = torch.randn(2, 3, 5, 7, device=device)
     last = plain.to(memory_format=torch.channels_last)
     gap = torch.randn(2, 3, 5, 14, device=device)[..., ::2]
@@ -192,7 +192,7 @@ def test_zero_dim_on_the_cpu_takes_the_other_device(device: torch.device) -> Non
 
 
 def test_only_numbers() -> None:
-    """Integers have no kernel; a float among them gives the default dtype, as torch.add does."""
+    """Integers alone are refused; a float among them gives the default dtype, as in torch.add."""
     assert torchkiln.muladd(2.0, 3, 1).item() == 7.0
     assert torchkiln.muladd(2.0, 3, 1).dtype == torch.float32
     with pytest.raises(RuntimeError, match="which promote to int64"):
@@ -230,7 +230,7 @@ TRIPLES: list[tuple[Any, ...]] = [
     "args", TRIPLES, ids=lambda args: str([getattr(a, "dtype", a) for a in args])
 )
 def test_compiled_calls_promote_as_eager_ones(args: tuple[Any, ...]) -> None:
-    """All three operands at once, in the compute dtype, rounded once."""
+    """Compiled calls promote all operands to the compute dtype and round once, as eager ones."""
     found = torchkiln.muladd(*args)
     wide = [a.double() if isinstance(a, Tensor) else a for a in args]
     truth = composed(*wide).expand(found.shape)
@@ -243,7 +243,7 @@ def test_compiled_calls_promote_as_eager_ones(args: tuple[Any, ...]) -> None:
 
 
 class Wrapper(Tensor):
-    """A subclass that sees ops through the dispatcher and holds a tensor."""
+    """A subclass that holds a tensor and handles ops in ``__torch_dispatch__``."""
 
     elem: Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -263,7 +263,7 @@ class Wrapper(Tensor):
 
 
 class Seeing(TorchDispatchMode):
-    """A mode that calls what it sees."""
+    """A dispatch mode that calls each op unchanged."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return op(*args, **(kwargs or {}))
@@ -271,7 +271,7 @@ class Seeing(TorchDispatchMode):
 
 @pytest.mark.parametrize("numbers", [(2, 0.5), (0.1, True)], ids=str)
 def test_numbers_in_modes_and_subclasses(numbers: tuple[float, float]) -> None:
-    """Meta and fake tensors, a dispatch mode, a wrapper, a selective checkpoint."""
+    """Numbers work on meta and fake tensors, in modes, subclasses and selective checkpoints."""
     factor, shift = numbers
     x = torch.arange(4.0, requires_grad=True)
     expected = torchkiln.muladd(x, factor, shift)

@@ -1,4 +1,4 @@
-"""The attention and the layers of torch.nn: equal results, gradients, parameters and errors."""
+"""Attention and layers of torch.nn: results, gradients, parameters and errors equal torch's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DIM, HEADS, BATCH, TARGETS, SOURCES = 12, 3, 2, 5, 4
 
 
 def pair(name: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """Our module and torch's, from the same seed."""
+    """Our module and torch's, with equal parameters."""
     made = []
     for home in (torchkiln.nn, nn):
         torch.manual_seed(0)
@@ -25,7 +25,7 @@ def pair(name: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     assert isinstance(ours, type(theirs))
     torch.testing.assert_close(dict(ours.state_dict()), dict(theirs.state_dict()), rtol=0, atol=0)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        nn.init.normal_(b, std=0.4)  # biases, too
+        nn.init.normal_(b, std=0.4)  # also biases, which would be 0
         a.data.copy_(b)
     return ours, theirs
 
@@ -35,13 +35,13 @@ def draw(*shape: int) -> Tensor:
 
 
 def compare(ours: Any, theirs: Any, inputs: list[Tensor], call: Any) -> None:
-    """Results and gradients of inputs and parameters."""
+    """Results, and gradients of inputs and parameters, of both modules are equal."""
     found = []
     for module in (ours, theirs):
         result = call(module)
         outputs = [t for t in (result if isinstance(result, tuple) else (result,)) if t is not None]
         torch.manual_seed(1)
-        grads = [torch.randn(t.shape, dtype=t.dtype) for t in outputs]  # of any strides
+        grads = [torch.randn(t.shape, dtype=t.dtype) for t in outputs]  # the strides do not matter
         leaves = [*dict.fromkeys(inputs), *module.parameters()]
         found.append((outputs, torch.autograd.grad(outputs, leaves, grads, allow_unused=True)))
     torch.testing.assert_close(found[0], found[1])
@@ -154,7 +154,7 @@ def test_errors_are_torchs(shapes: Any, options: dict[str, Any]) -> None:
 )
 @pytest.mark.parametrize("dropout", [0.0, 1.0])
 def test_layers(norm_first: bool, batch_first: bool, activation: Any, dropout: float) -> None:
-    """With dropout = 1 nothing of attention is left, so the results are comparable."""
+    """Layers agree with torch's; with dropout = 1, random masks do not matter."""
     options = {
         "dropout": dropout,
         "activation": activation,

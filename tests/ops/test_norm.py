@@ -1,4 +1,4 @@
-"""Norms beyond the contract: small variance beside a large mean, special values, saved tensors."""
+"""Norms beyond the contract: a large mean with a small variance, special values, saved tensors."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ both = pytest.mark.parametrize(("ours", "torchs"), PAIRS, ids=name)
 
 
 def errors(found: Tensor, truth: Tensor) -> float:
-    """The largest error beside the largest value."""
+    """The largest error relative to the largest value."""
     return float((found.double() - truth).abs().max() / truth.abs().max())
 
 
 def with_gradients(function: Norm, grad: Tensor, *leaves: Tensor, **options: Any) -> list[Tensor]:
-    """Output and gradients of x, weight and bias for rows of one dimension."""
+    """The output and the gradients of x, weight and bias; the last dimension is normalized."""
     x, *rest = (leaf.detach().clone().requires_grad_() for leaf in leaves)
     out = function(x, x.shape[-1:], *rest, **options)
     return [out.detach(), *torch.autograd.grad(out, [x, *rest], grad.to(out.dtype))]
@@ -46,16 +46,16 @@ def with_gradients(function: Norm, grad: Tensor, *leaves: Tensor, **options: Any
 def test_a_spread_of_one_beside_a_large_mean(
     device: torch.device, mean: float, columns: int
 ) -> None:
-    """The variance is computed from differences from the mean, which do not cancel.
+    """A mean up to 1e6 times the deviation costs no digits: the variance sums differences from it.
 
-    The remaining error is the rounding of x, which is also in the float64 reference.
+    The remaining error is the rounding of x, which the float64 truth contains, too.
     """
     x = torch.randn(3, columns, dtype=torch.float64).add(mean).float().to(device)
     weight, bias = torch.randn(columns, device=device), torch.randn(columns, device=device)
     grad = torch.randn_like(x)
     found = with_gradients(torchkiln.layer_norm, grad, x, weight, bias)
     truth = with_gradients(F.layer_norm, grad, *(t.double() for t in (x, weight, bias)))
-    # The mean has an error of at most half a rounding step, which shifts every element.
+    # An error of the mean, at most half a rounding step, shifts every element.
     step = torch.finfo(torch.float32).eps
     for one, expected in zip(found, truth, strict=True):
         assert errors(one, expected) <= step * (20 + abs(mean))
@@ -68,7 +68,7 @@ def test_a_spread_of_one_beside_a_large_mean(
 def test_half_precision_far_from_zero(
     device: torch.device, dtype: torch.dtype, rows: int, eps: float
 ) -> None:
-    """Rows of equal or nearly equal numbers near 1e4: the distance to the mean keeps its digits."""
+    """Half precision rows near 1e4, also constant ones, have exact differences from the mean."""
     x = torch.randn(rows, 64, dtype=torch.float64).mul(20).add(1e4)
     x[::2] = 1e4
     x = x.to(dtype).to(device)
@@ -87,7 +87,7 @@ def test_half_precision_far_from_zero(
 @every_dtype
 @pytest.mark.parametrize("rows", [6, 3001])
 def test_one_column_has_no_gradient(device: torch.device, dtype: torch.dtype, rows: int) -> None:
-    """A single number has no distance to its mean: its gradient is 0, however small eps is."""
+    """With one column the gradient of x is 0, however small eps is."""
     x = torch.randn(rows, 1, device=device).mul(1e4).to(dtype)
     weight, bias = torch.randn(2, 1, device=device).to(dtype)
     out, of_x, of_weight, of_bias = with_gradients(
@@ -135,7 +135,7 @@ def test_special_values(
 def test_large_and_small_numbers(
     device: torch.device, dtype: torch.dtype, ours: Norm, torchs: Norm
 ) -> None:
-    """Squares are taken where they fit: float16's largest numbers do not overflow."""
+    """float16's largest numbers do not overflow, as squares are computed in float32."""
     largest = 60000.0 if dtype == torch.float16 else 1e18
     for size in (largest, 1e-6):
         x = (torch.randn(5, 300, device=device).clamp(-1, 1) * size).to(dtype)
@@ -147,11 +147,11 @@ def test_large_and_small_numbers(
 @both
 @pytest.mark.parametrize("columns", [1, 2, 257, 50257, 2**18, 2**20 - 1, 2**20, 2**20 + 1])
 def test_lengths_of_rows(device: torch.device, ours: Norm, torchs: Norm, columns: int) -> None:
-    """From one column to more than a million; forward and backward."""
+    """Rows of 1 to more than 2^20 columns agree with float64 in forward and backward."""
     x = torch.randn(3, columns, device=device)
     weight = torch.randn(columns, device=device)
     grad = torch.randn_like(x)
-    # A row of one column equals its mean, so only eps is left of the variance.
+    # In a row of one column, the variance is 0, so that only eps remains.
     found = with_gradients(ours, grad, x, weight, eps=1e-3)
     wide = with_gradients(torchs, grad, x.double(), weight.double(), eps=1e-3)
     for one, expected in zip(found, wide, strict=True):
@@ -161,7 +161,7 @@ def test_lengths_of_rows(device: torch.device, ours: Norm, torchs: Norm, columns
 
 @every_op
 def test_nothing_to_normalize(device: torch.device, spec: Any) -> None:
-    """Without rows the gradients of the parameters are 0; without columns all are empty."""
+    """Without rows, gradients of parameters are 0; without columns, everything is empty."""
     for shape in ((0, 5), (5, 0), (2, 0, 3)):
         sample = spec.bench(device, torch.float32, shape[-2:])
         x = torch.empty(shape, device=device)
@@ -181,7 +181,7 @@ def test_nothing_to_normalize(device: torch.device, spec: Any) -> None:
 def test_float32_parameters_keep_their_digits(
     device: torch.device, dtype: torch.dtype, spec: Any
 ) -> None:
-    """Beside a half precision they are read and their gradients written in float32."""
+    """float32 parameters of half precision x are read, and their gradients written, in float32."""
     rows, columns = 2053, 5
     ((_, sample),) = spec.bench_variants(device, dtype, (rows, columns))
     leaves = spec.leaves(sample)
@@ -191,7 +191,7 @@ def test_float32_parameters_keep_their_digits(
     kept = [leaves.args[i] for i in leaves.positions if leaves.args[i].dim() == 1]
     grads = torch.autograd.grad(out.sum(), kept)
     assert {g.dtype for g in grads} == {torch.float32}
-    if len(kept) == 2:  # 2053 is no bfloat16 and no float16
+    if len(kept) == 2:  # neither half dtype has 2053
         assert grads[1].tolist() == [float(rows)] * columns
     doubled = sample
     for i in sample.positions:
@@ -202,13 +202,13 @@ def test_float32_parameters_keep_their_digits(
 
 @every_dtype
 def test_offset_is_added_to_the_weight(device: torch.device, dtype: torch.dtype) -> None:
-    """In the precision of computation: 1 + 2**-12 is no half-precision number."""
+    """The offset is added in float32: no half dtype has 1 + 2**-12."""
     x = torch.randn(64, 33, device=device, dtype=dtype)
     weight = torch.full((33,), 2.0**-12, device=device, dtype=dtype)
     plain = torchkiln.rms_norm(x.double(), 33, eps=1e-6)
     found = torchkiln.rms_norm(x, 33, weight, 1e-6, offset=1.0)
     truth = plain * (1 + 2.0**-12)
-    size = truth.abs().clamp_min(torch.finfo(dtype).tiny)  # below, steps are of one size
+    size = truth.abs().clamp_min(torch.finfo(dtype).tiny)  # subnormal steps have one size
     steps = (found.double() - truth).abs() / size / torch.finfo(dtype).eps
     assert steps.max() <= (0.51 if dtype in HALF else 4)
     assert torch.equal(
@@ -222,7 +222,7 @@ def test_offset_is_added_to_the_weight(device: torch.device, dtype: torch.dtype)
 
 @every_dtype
 def test_default_eps_is_that_of_torch(device: torch.device, dtype: torch.dtype) -> None:
-    """At values whose squares are of its size."""
+    """The default eps is torch's: results agree where squares are as small as eps."""
     size = 1e-8 if dtype == torch.float64 else 3e-4
     x = (torch.randn(5, 100, device=device, dtype=torch.float64) * size).to(dtype)
     found, expected = torchkiln.rms_norm(x, 100), F.rms_norm(x, (100,))
@@ -236,7 +236,7 @@ def test_default_eps_is_that_of_torch(device: torch.device, dtype: torch.dtype) 
 def test_a_sum_is_normed_as_the_rows_it_gives(
     device: torch.device, dtype: torch.dtype, spec: Any
 ) -> None:
-    """add_* is the sum as torch rounds it, and the norm of that, bit for bit."""
+    """add_* returns the sum that torch rounds, and the norm of this sum, bit for bit."""
     if not spec.name.startswith("add_"):
         pytest.skip("has no residual")
     sample = spec.typical(device, dtype)
@@ -249,7 +249,7 @@ def test_a_sum_is_normed_as_the_rows_it_gives(
 
 @every_op
 def test_several_dimensions_are_one(device: torch.device, spec: Any) -> None:
-    """normalized_shape [3, 5] of [2, 7, 3, 5] is 15 of [2, 7, 15]."""
+    """Normalizing [3, 5] of [2, 7, 3, 5] equals normalizing 15 of [2, 7, 15]."""
     sample = spec.bench(device, torch.float32, (14, 15))
     flat = sample.call(spec.op)
     shaped = [
@@ -264,7 +264,7 @@ def test_several_dimensions_are_one(device: torch.device, spec: Any) -> None:
 
 
 def test_a_size_may_be_a_number(device: torch.device) -> None:
-    """Eager and traced, a number is one size; torch.Size and lists are several."""
+    """normalized_shape may be a number, a list or a torch.Size, eager and traced."""
     x, weight = torch.randn(4, 6, device=device), torch.randn(6, device=device)
     expected = F.layer_norm(x, (6,), weight)
     for shape in (6, (6,), [6], torch.Size([6])):
@@ -278,7 +278,7 @@ def test_a_size_may_be_a_number(device: torch.device) -> None:
 def test_backward_computes_what_is_wanted(
     device: torch.device, wanted: tuple[int, int, int]
 ) -> None:
-    """The kernel computes only the required gradients; both addends need that of the sum."""
+    """Only wanted gradients are computed; either addend needs the gradient of the sum."""
     flags = [bool(w) for w in wanted]
     x, weight, bias = (
         torch.randn(shape, device=device, requires_grad=flag)
@@ -293,10 +293,10 @@ def test_backward_computes_what_is_wanted(
 
 @every_op
 def test_what_is_kept_for_backward(device: torch.device, spec: Any) -> None:
-    """x or the sum itself, the weight itself, and one or two numbers of each row; no copies."""
+    """Saved are x or the sum, the weight, and one or two numbers per row, without copies."""
     sample = spec.leaves(spec.bench(device, torch.bfloat16, (8, 6)))
     x = sample.args[0]
-    # Rows at a distance are read where they are.
+    # Rows with gaps between them are not copied either.
     wide = torch.randn(8, 9, device=device, dtype=torch.bfloat16, requires_grad=True)
     kept: list[Tensor] = []
 
@@ -335,7 +335,7 @@ def test_inputs_changed_in_place_are_noticed(device: torch.device, spec: Any) ->
 @every_op
 @pytest.mark.parametrize("dtype", FLOATING, ids=name)
 def test_gradients_do_not_depend_on_threads(dtype: torch.dtype, spec: Any) -> None:
-    """The rows are divided by their number alone."""
+    """Gradients are equal bit by bit: the division of rows depends only on their number."""
     sample = spec.leaves(spec.bench(torch.device("cpu"), dtype, (4099, 37)))
     inputs = sample.take(spec.wanted(sample))
     found = []

@@ -1,4 +1,4 @@
-"""Norms in graphs, of symbolic shapes, and their memory; an eps of 0 and a float32 residual."""
+"""Norms in graphs, with symbolic shapes; their memory; an eps of 0; a float32 residual."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchkiln.testing.memory import allocated_bytes
 
 @every_op
 def test_one_graph_serves_rows_of_all_lengths(device: torch.device, spec: Any) -> None:
-    """A normalized shape that is taken from x is dynamic if x is."""
+    """If x has dynamic sizes, a normalized shape taken from x is dynamic, too."""
 
     def function(*tensors: Tensor) -> Any:
         rows = 2 if spec.name.startswith("add_") else 1
@@ -35,7 +35,7 @@ def test_one_graph_serves_rows_of_all_lengths(device: torch.device, spec: Any) -
 
 
 def test_shapes_may_be_symbols() -> None:
-    """A tracer hands the eager function sizes that are no numbers yet."""
+    """Tracing calls the Python function with symbols instead of numbers as sizes."""
 
     def function(x: Tensor) -> Tensor:
         return torchkiln.layer_norm(x, x.shape[-1:])
@@ -48,7 +48,7 @@ def test_shapes_may_be_symbols() -> None:
 @pytest.mark.cuda
 @every_op
 def test_memory_of_forward_and_backward(spec: Any) -> None:
-    """Allocates only results and gradients in the size of x."""
+    """Forward and backward allocate only results and gradients of the size of x."""
     device = torch.device("cuda", 0)
     sample = spec.leaves(spec.bench(device, torch.bfloat16, (4096, 4096)))
     whole = sample.args[0].nbytes
@@ -67,7 +67,7 @@ def test_memory_of_forward_and_backward(spec: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_an_eps_of_0(dtype: torch.dtype) -> None:
-    """As in torch: a row of equal elements has no variance, a row of zeros no size."""
+    """Results for constant rows and rows of zeros are torch's."""
     x = normal("x", (5, 37), torch.device("cpu"), dtype)
     x[1] = 0
     x[2] = 3
@@ -81,7 +81,7 @@ def test_an_eps_of_0(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("centered", [False, True])
 def test_a_float32_residual_beside_half_precision(centered: bool) -> None:
-    """The sum and the norm have the dtype of torch's formula; gradients that of their argument."""
+    """Sum and norm have the dtypes of torch's formula; each gradient that of its argument."""
     cpu = torch.device("cpu")
     x, residual = normal("x", (9, 64), cpu, torch.bfloat16), normal("residual", (9, 64), cpu)
     weight = normal("weight", (64,), cpu, torch.bfloat16)

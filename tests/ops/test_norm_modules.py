@@ -1,4 +1,4 @@
-"""Modules of the norms compared with those of torch.nn."""
+"""Modules of the norms, compared with those of torch.nn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torchkiln
 
 
 def modules(**options: Any) -> list[tuple[nn.Module, nn.Module]]:
-    """Ours and torch's, with the same settings."""
+    """Pairs of our module and torch's, with the same options."""
     return [
         (torchkiln.nn.LayerNorm(7, **options), nn.LayerNorm(7, **options)),
         (torchkiln.nn.AddLayerNorm(7, **options), nn.LayerNorm(7, **options)),
@@ -28,7 +28,7 @@ def modules(**options: Any) -> list[tuple[nn.Module, nn.Module]]:
     ids=str,
 )
 def test_modules_are_those_of_torch(options: dict[str, Any]) -> None:
-    """The state dicts are interchangeable, and the results agree."""
+    """The state_dicts are interchangeable with torch's, and results agree with torch."""
     dtype = options.get("dtype", torch.float32)
     for ours, torchs in modules(**options):
         assert isinstance(ours, type(torchs))
@@ -55,7 +55,7 @@ def test_layer_norm_without_bias() -> None:
 
 
 def test_weights_around_zero() -> None:
-    """With an offset of 1 a new module scales by 1, and its weight is 0."""
+    """With offset=1.0 a new module has a weight of 0, and scales by 1."""
     for kind in (torchkiln.nn.RMSNorm, torchkiln.nn.AddRMSNorm):
         layer = kind(7, 1e-6, offset=1.0)
         assert layer.weight.tolist() == [0.0] * 7
@@ -67,7 +67,7 @@ def test_weights_around_zero() -> None:
 
 
 def test_meta_then_materialised() -> None:
-    """The way large models are made: on meta, then empty memory, then loaded."""
+    """A module can be made on meta, moved to empty memory, and loaded, as large models are."""
     layer = torchkiln.nn.AddLayerNorm(4, device="meta")
     x = torch.empty(3, 4, device="meta")
     assert [t.shape for t in layer(x, x)] == [(3, 4), (3, 4)]
@@ -79,7 +79,7 @@ def test_meta_then_materialised() -> None:
 
 
 def test_a_pre_norm_block_trains_as_with_torch(device: torch.device) -> None:
-    """The residual stream through both results of add_*, over some steps."""
+    """A block that passes both results of add_* on has torch's losses over some steps."""
     torch.manual_seed(0)
     first, second = nn.Linear(16, 16), nn.Linear(16, 16)
     state = [first.state_dict(), second.state_dict()]

@@ -1,4 +1,4 @@
-"""Norms with round="input": the normalized rows are rounded before weight and bias."""
+"""Norms with round="input": normalized rows are rounded before weight and bias are applied."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_weight_is_applied_to_rounded_rows(
         pytest.skip("float32 parameters belong to half precision")
     x = torch.randn(shape, device=device).to(dtype)
     weight = torch.randn(shape[1], device=device).to(weight_dtype or dtype)
-    rows = norm(x, shape[1], eps=EPS)  # without a weight, rounded once
+    rows = norm(x, shape[1], eps=EPS)  # no weight: rounded once
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     expected = (rows.to(wide) * (weight.to(wide) + 0.5)).to(dtype)
     found = norm(x, shape[1], weight, eps=EPS, offset=0.5, round="input")
@@ -68,7 +68,7 @@ def test_gradients_are_those_of_one_rounding(
 @every_norm
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_transforms(device: torch.device, dtype: torch.dtype, norm: Callable[..., Tensor]) -> None:
-    """The formula in torch's ops has the values of the kernel, and slopes without the rounding."""
+    """Transforms have the kernel's values; their derivatives do not differentiate the rounding."""
     x = torch.randn(3, 9, 64, device=device).to(dtype)
     weight, tangent = torch.randn(64, device=device).to(dtype), torch.randn_like(x)
 

@@ -1,4 +1,4 @@
-"""Norms of rows that are split among blocks, and of rows whose offsets differ between tensors."""
+"""Norms of rows that several blocks share, and of tensors whose rows are aligned differently."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from torchkiln.testing.sample import FLOATING
 
 EPS = 1e-5
 
-# Rows that no cluster holds, fewer and more than the steps of one team, and more than 128: the rows
-# of a step then have the same offset from a 16-byte boundary.
+# Rows too long for a cluster: fewer and more than a team's steps. With more than 128 rows, the rows
+# of a step have the same offset from a 16-byte boundary.
 LONG = [(9, 300001), (7, 1000003), (40, 270001), (150, 280005), (1, 2000001)]
-# Rows whose gradients are computed in slabs, by teams of few and of many blocks.
+# Rows whose gradients are computed in slabs, by teams of a few or of many blocks.
 SLABS = [(300, 50257), (70, 66000), (40, 262152), (90, 17001)]
-# Rows of 1 to 64 KiB in whole vectors, too many for the kernel of few rows, and rows for its strips
-# of each width.
+# Rows of 1 to 64 KiB in whole vectors: too many for the kernel of few rows. Then rows for its
+# strips of each width.
 ALIGNED = [(2051, 512), (2060, 4096), (2100, 8192), (2049, 16384)]
 ALIGNED += [(300, 136), (1024, 320), (2048, 72), (8192, 16), (16384, 8)]
-# Short rows that share a block, and rows that end in each lane of a vector.
+# Short rows, several per block, and rows that end at each lane of a vector.
 SHORT = [(1, 1), (513, 3), (64, 9), (3, 129), (70, 1000), (1000, 17), (33, 2047), (9, 8209)]
 SHORT += [(300, 20001), (5, 4096), (8, 200), (256, 33), (257, 33), (4, 16385)]
-# As many rows as are read twice, and more: these have partial sums.
+# The largest number of rows that is read twice, and larger ones, which have partial sums.
 SHORT += [(4096, 4), (2048, 12), (2049, 130), (3000, 17), (20000, 6)]
 
 every_dtype = pytest.mark.parametrize("dtype", FLOATING, ids=str)
@@ -35,7 +35,7 @@ both_norms = pytest.mark.parametrize("centered", [False, True], ids=["rms_norm",
 
 
 class Operands(NamedTuple):
-    """Arguments of torchkiln::_norm_backward."""
+    """The arguments of torchkiln::_norm_backward."""
 
     grad: Tensor
     grad_sum: Tensor | None
@@ -45,7 +45,7 @@ class Operands(NamedTuple):
     offset: float
 
     def gradients(self, wanted: tuple[bool, ...] | None = None) -> list[Tensor]:
-        """The gradients of x, weight and, for a layer norm, bias; empty if not wanted."""
+        """The gradients of x, weight and bias (of a layer norm); unwanted ones are empty."""
         wanted = wanted or (True, True, len(self.stats) == 2)
         weight_dtype = self.z.dtype if self.weight is None else self.weight.dtype
         return list(torch.ops.torchkiln._norm_backward.default(*self, weight_dtype, list(wanted)))
@@ -67,7 +67,7 @@ class Operands(NamedTuple):
 
 
 def rows_of(shape: tuple[int, int], device: torch.device, dtype: torch.dtype, at: int) -> Tensor:
-    """Rows that begin ``at`` elements after a boundary, between rows of NaN if ``at`` is odd."""
+    """Rows at ``at`` elements after an aligned address, with NaN between them if ``at`` is odd."""
     rows, columns = shape
     stride = columns * 2 if at % 2 else columns
     memory = torch.full((rows * stride + at,), math.nan, device=device, dtype=dtype)
@@ -97,7 +97,7 @@ def operands(
 
 
 def require_close(found: list[Tensor], truth: list[Tensor], dtype: torch.dtype) -> None:
-    """Errors are a few rounding steps of the largest number."""
+    """Errors are at most 1 rounding step of the largest number, in float32 at most 32."""
     for one, expected in zip(found, truth, strict=True):
         if one.numel() == 0:
             continue
@@ -111,7 +111,7 @@ def require_close(found: list[Tensor], truth: list[Tensor], dtype: torch.dtype) 
 @both_norms
 @pytest.mark.parametrize("shape", [*LONG, *SLABS], ids=str)
 def test_gradients_of_long_rows(shape: tuple[int, int], centered: bool, dtype: torch.dtype) -> None:
-    """All gradients agree with float64, and are equal in every run."""
+    """Gradients agree with float64, and repeat bit by bit."""
     args = operands(shape, torch.device("cuda", 0), dtype, centered)
     found = args.gradients()
     require_close(found, args.truth(), dtype)
@@ -128,7 +128,7 @@ def test_gradients_of_long_rows(shape: tuple[int, int], centered: bool, dtype: t
 def test_gradients_of_aligned_rows(
     shape: tuple[int, int], residual: bool, centered: bool, dtype: torch.dtype
 ) -> None:
-    """All gradients agree with float64, and are equal in every run."""
+    """Gradients agree with float64, and repeat bit by bit."""
     args = operands(shape, torch.device("cuda", 0), dtype, centered, residual=residual)
     found = args.gradients()
     require_close(found, args.truth(), dtype)
@@ -141,7 +141,7 @@ def test_gradients_of_aligned_rows(
 @both_norms
 @pytest.mark.parametrize("shape", LONG, ids=str)
 def test_long_rows(shape: tuple[int, int], centered: bool, dtype: torch.dtype) -> None:
-    """Norms and sums agree with float64, beside a mean of 100, and are equal in every run."""
+    """Norms and sums agree with float64 for a mean of 100 deviations, and repeat bit by bit."""
     device = torch.device("cuda", 0)
     x = torch.randn(shape, device=device).add_(100 if dtype.itemsize > 2 else 1).to(dtype)
     residual = torch.randn(shape, device=device).to(dtype)
@@ -164,7 +164,7 @@ def test_long_rows(shape: tuple[int, int], centered: bool, dtype: torch.dtype) -
 def test_offsets_that_differ(
     device: torch.device, shape: tuple[int, int], centered: bool, dtype: torch.dtype
 ) -> None:
-    """Gradients do not depend on where the rows begin, and are equal in every run."""
+    """Gradients agree with float64 for any alignment of each tensor, and repeat bit by bit."""
     if device.type == "cpu" and shape[1] > 10_000:
         pytest.skip("one path for all lengths")
     for at in ((0, 0, 0), (0, 1, 2), (3, 0, 0), (5, 5, 4), (2, 7, 2)):
@@ -173,7 +173,7 @@ def test_offsets_that_differ(
         found = args.gradients()
         for one, again in zip(found, args.gradients(), strict=True):
             assert torch.equal(one, again)
-        if centered and shape[1] == 1:  # no distance to the mean but its rounding error
+        if centered and shape[1] == 1:  # x equals its mean up to rounding
             truth = [*truth[:1], torch.zeros_like(truth[1]), truth[2]]
             found = [*found[:1], torch.zeros_like(found[1]), found[2]]
         require_close(found, truth, dtype)
@@ -182,7 +182,7 @@ def test_offsets_that_differ(
 @pytest.mark.parametrize("columns", [9, 5000, pytest.param(300001, marks=pytest.mark.cuda)])
 @both_norms
 def test_wanted_gradients(device: torch.device, columns: int, centered: bool) -> None:
-    """Each gradient is the same, whichever others are computed; the weight may be float32."""
+    """A gradient has the same bits whichever others are wanted; the weight may be float32."""
     dtype = torch.bfloat16
     args = operands((19, columns), device, dtype, centered, (1, 2, 0), torch.float32)
     for weight, grad_sum in ((args.weight, None), (None, args.grad_sum)):
@@ -198,7 +198,7 @@ def test_wanted_gradients(device: torch.device, columns: int, centered: bool) ->
 
 @pytest.mark.cuda
 def test_long_rows_in_a_cuda_graph() -> None:
-    """Blocks that wait for each other also run in a graph, and beside another stream's."""
+    """Kernels whose blocks wait for each other run in a CUDA graph, while another stream runs."""
     device = torch.device("cuda", 0)
     args = operands((40, 300001), device, torch.bfloat16, True)
     x, weight = args.z.contiguous(), args.weight
@@ -222,7 +222,7 @@ def test_long_rows_in_a_cuda_graph() -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_long_rows_in_place(dtype: torch.dtype) -> None:
-    """A sum and a norm may be written over rows whose offsets differ."""
+    """Sum and norm may overwrite their arguments, whose rows are aligned differently."""
     device = torch.device("cuda", 0)
     shape = (40, 300001)
     memory = torch.randn((2, 40 * 300001 + 8), device=device).to(dtype)
@@ -237,7 +237,7 @@ def test_long_rows_in_place(dtype: torch.dtype) -> None:
 @pytest.mark.cuda
 @both_norms
 def test_one_row_that_is_not_finite(centered: bool) -> None:
-    """A block that waits for sums also gets those that are NaN; other rows are not affected."""
+    """NaN and infinity reach all blocks of their row, and no other row."""
     device = torch.device("cuda", 0)
     args = operands((9, 300001), device, torch.float32, centered)
     x, weight = args.z.contiguous(), args.weight

@@ -1,4 +1,4 @@
-"""Norms of long rows, which are cut into slabs of columns, and their gradients."""
+"""Norms and gradients of long rows that are cut into slabs of columns."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torchkiln
 HALF_AND_FLOAT = (torch.float16, torch.bfloat16, torch.float32)
 EPS = 1e-5
 
-# Shape, and where x begins. In vectors, all rows of a team have the same offset from a 16-byte
-# boundary (OFFSETS), or it takes them in runs of equal offsets (RUNS). Warps of the last slab, or
-# all of it, may have no element (EMPTY). Single elements are read if runs had few rows, or if x and
-# y have different offsets (ELEMENTS).
+# Shape, and the offset of x. If vectors are read, all rows of a team have the same offset from a
+# 16-byte boundary (OFFSETS), or the team takes runs of rows with equal offsets (RUNS). The last
+# slab may have warps without an element, or be empty (EMPTY). Single elements are read if runs
+# would be short, or if x and y have different offsets (ELEMENTS).
 ALIGNED = [(300, 131200, 0), (70, 262152, 0)]
 OFFSETS = [(170, 50257, 0)]
 RUNS = [(700, 50257, 0), (140, 262143, 0), (900, 37002, 0)]
@@ -30,7 +30,7 @@ both_norms = pytest.mark.parametrize("centered", [False, True], ids=["rms_norm",
 
 
 def begins_at(shape: tuple[int, int], at: int, dtype: torch.dtype, mean: float) -> Tensor:
-    """Rows that begin ``at`` elements after a 16-byte boundary, amid NaN."""
+    """Rows at ``at`` elements after a 16-byte boundary, with NaN before and after them."""
     count = math.prod(shape)
     memory = torch.full((at + count + 16,), math.nan, device="cuda", dtype=dtype)
     view = memory[at : at + count].view(shape)
@@ -49,7 +49,7 @@ def norm(x: Tensor, kept: dict[str, Tensor]) -> Tensor:
 
 
 def truth(z: Tensor, kept: dict[str, Tensor]) -> Tensor:
-    """The norm in float64."""
+    """The norm in float64 with these parameters."""
     z = z.double()
     from_mean = z - z.mean(1, keepdim=True) if "bias" in kept else z
     n = from_mean * (from_mean.square().mean(1, keepdim=True) + EPS).rsqrt()
@@ -57,7 +57,7 @@ def truth(z: Tensor, kept: dict[str, Tensor]) -> Tensor:
 
 
 def require_close(found: Tensor, expected: Tensor, steps: float = 1) -> None:
-    """Each element is rounded once; sums of float32 have some more errors, of numbers near 1."""
+    """An error is at most one rounding of the element; in float32 32 eps of |y| + 1."""
     if found.dtype.itemsize == 2:
         unit, least = torch.finfo(found.dtype).eps, 0.1
     else:
@@ -74,14 +74,14 @@ def require_near(found: Tensor, expected: Tensor) -> None:
 
 
 def require_planned_gpu() -> None:
-    """Skips what depends on the number of blocks that a GPU runs at once."""
+    """Skips if the GPU runs another number of blocks at once than plans are checked for."""
     found = torch.cuda.get_device_properties("cuda")
     if found.major < 9 or found.multi_processor_count != 132:
         pytest.skip("the plans are those of 132 multiprocessors of compute capability 9.0 or later")
 
 
 def lanes_of(x: Tensor) -> int:
-    """How many elements the kernel of slabs reads at once, 0 if another kernel runs."""
+    """The number of elements that the kernel of slabs reads at once; 0 if another kernel runs."""
     report = str(torchkiln.explain(torchkiln.layer_norm, x, x.shape[1]))
     found = re.search(r"norm_slab_rows<\w+, (\d+)", report)
     return int(found[1]) if found else 0
@@ -91,7 +91,7 @@ def lanes_of(x: Tensor) -> int:
 @both_norms
 @pytest.mark.parametrize("where", [*ALIGNED, *OFFSETS, *RUNS, *EMPTY, *ELEMENTS], ids=str)
 def test_norms(where: tuple[int, int, int], centered: bool, dtype: torch.dtype) -> None:
-    """Results agree with float64, beside a large mean, and are equal in every run."""
+    """Results agree with float64 for a large mean, and repeat bit by bit."""
     shape, at = where[:2], where[2]
     x = begins_at(shape, at, dtype, 100 if dtype == torch.float32 else 3)
     kept = parameters(shape[1], dtype, centered)
@@ -105,7 +105,7 @@ def test_norms(where: tuple[int, int, int], centered: bool, dtype: torch.dtype) 
 @both_norms
 @pytest.mark.parametrize("where", [ALIGNED[1], RUNS[0], RUNS[2], ELEMENTS[-1]], ids=str)
 def test_norms_of_sums(where: tuple[int, int, int], centered: bool, dtype: torch.dtype) -> None:
-    """The sum is rounded before it is normalized; both may be written over the arguments."""
+    """The norm is that of the rounded sum; sum and norm may overwrite the arguments."""
     shape, at = where[:2], where[2]
     x, residual = (begins_at(shape, some, dtype, 1) for some in (at, at // 2))
     kept = parameters(shape[1], dtype, centered)
@@ -132,7 +132,7 @@ def test_norms_of_sums(where: tuple[int, int, int], centered: bool, dtype: torch
     ids=str,
 )
 def test_access(where: tuple[int, int, int], dtype: torch.dtype, lanes: int) -> None:
-    """The shapes above use slabs, in vectors or in single elements."""
+    """Each shape above runs the kernel of slabs with vectors or elements, as listed."""
     require_planned_gpu()
     x = begins_at(where[:2], where[2], dtype, 0)
     assert lanes_of(x) == lanes
@@ -141,7 +141,7 @@ def test_access(where: tuple[int, int, int], dtype: torch.dtype, lanes: int) -> 
 @every_dtype
 @pytest.mark.parametrize(("stride", "in_vectors"), [(50265, True), (50264, False)])
 def test_a_row_stride(stride: int, in_vectors: bool, dtype: torch.dtype) -> None:
-    """Rows of x with elements between them, at the offsets of y or at others."""
+    """Rows with NaN between them agree with float64; equal offsets of x and y allow vectors."""
     x = begins_at((700, stride), 0, dtype, 1)[:, :50257]
     x.as_strided((699, stride - 50257), (stride, 1), 50257).fill_(math.nan)
     kept = parameters(50257, dtype, True)
@@ -158,7 +158,7 @@ def test_few_rows_use_clusters() -> None:
 @every_dtype
 @pytest.mark.parametrize("rounds", [False, True], ids=["", "round_input"])
 def test_options(dtype: torch.dtype, rounds: bool) -> None:
-    """A float32 weight, its offset, and rounding before the weight is applied."""
+    """A float32 weight with an offset, and round="input", agree with float64."""
     x = begins_at((700, 50257), 0, dtype, 0.5)
     weight = torch.randn(50257, device="cuda") * 0.1
     y = torchkiln.layer_norm(
@@ -173,7 +173,7 @@ def test_options(dtype: torch.dtype, rounds: bool) -> None:
 @every_dtype
 @pytest.mark.parametrize("where", [ALIGNED[1], RUNS[0]], ids=str)
 def test_one_large_element(where: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """The first element of a row, which is far from all others, costs the others no digits."""
+    """An element of 3000 at the start of a row does not change the error of the others."""
     x = begins_at(where[:2], 0, dtype, 0)
     x[:, 0] = 3000
     x[::2, where[1] // 2] = -2000
@@ -189,7 +189,7 @@ def test_one_large_element(where: tuple[int, int, int], dtype: torch.dtype) -> N
 def test_rows_that_are_not_finite(
     where: tuple[int, int, int], centered: bool, value: float
 ) -> None:
-    """They do not affect the rows beside them, whose elements share 16 bytes with theirs."""
+    """Only rows with such an element change, though others share 16 bytes with it."""
     shape = where[:2]
     x = begins_at(shape, 0, torch.bfloat16, 0)
     kept = parameters(shape[1], torch.bfloat16, centered)
@@ -224,7 +224,7 @@ def test_gradients(where: tuple[int, int, int], centered: bool, dtype: torch.dty
 
 
 def test_in_a_graph_beside_another_stream() -> None:
-    """Blocks that wait for each other run in a CUDA graph, beside those of another stream."""
+    """Kernels whose blocks wait for each other run in a CUDA graph, while another stream runs."""
     x = begins_at((700, 50257), 0, torch.bfloat16, 0)
     kept = parameters(50257, torch.bfloat16, True)
     expected = norm(x, kept)

@@ -23,9 +23,9 @@ PAIRS = [
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda p: f"{name(p[0])}-{name(p[1])}")
 def test_promotion(device: torch.device, pair: tuple[torch.dtype, torch.dtype]) -> None:
-    """Every pair of dtypes, each side 0-dim or not."""
+    """Every pair of dtypes promotes as in torch, with 0-dimensional operands or not."""
     for left, right in product([(), (3,)], repeat=2):
-        # Small integers, so that every dtype holds the values and the sum exactly.
+        # Small integers: every dtype represents the values and the sum exactly.
         a = (
             torch.tensor([1, 0, 1], device=device)
             .to(pair[0])[: 3 if left else 1]
@@ -37,7 +37,7 @@ def test_promotion(device: torch.device, pair: tuple[torch.dtype, torch.dtype]) 
             .reshape(right or ())
         )
         if not torch.result_type(a, b).is_floating_point:
-            # Only a 0-dim float with integers promotes to the default dtype, and is left out.
+            # The pairs leave out the one case that promotes to the default dtype.
             raise AssertionError(f"{pair} does not promote to a float")
         expected = torch.add(a, b)
         found = torchkiln.add(a, b)
@@ -58,12 +58,12 @@ def test_default_dtype_decides_for_integers_beside_a_float_scalar(device: torch.
 
 @pytest.mark.parametrize("dtype", FLOATING, ids=name)
 def test_special_values(device: torch.device, dtype: torch.dtype) -> None:
-    """All pairs of NaN, infinities, zeros of both signs, the largest and the smallest number."""
+    """Every pair of NaN, infinities, zeros, largest and smallest numbers adds as in torch."""
     info = torch.finfo(dtype)
     numbers = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -1.0]
     numbers += [info.max, info.min, info.tiny, -info.tiny, info.smallest_normal / 2]
     column = torch.tensor(numbers, dtype=dtype, device=device)
-    # Enough repetitions for the vector loop, contiguous and broadcast.
+    # Repeated often enough to use vectors, contiguous and broadcast.
     a = column.repeat_interleave(len(numbers)).repeat(5)
     b = column.repeat(5 * len(numbers))
     for found, expected in (
@@ -77,14 +77,14 @@ def test_special_values(device: torch.device, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATING, ids=name)
 def test_bitwise_as_torch(device: torch.device, dtype: torch.dtype) -> None:
-    """One correctly rounded sum has one result."""
+    """Results equal torch's bit by bit, as a sum that is correctly rounded has one value."""
     a = torch.randn(1031, device=device).to(dtype)
     b = torch.randn(1031, device=device).to(dtype) * 8
     assert torch.equal(torchkiln.add(a, b), torch.add(a, b))
 
 
 def test_layout_of_the_result(device: torch.device) -> None:
-    """The first input that has the output's shape and is dense decides, else row-major."""
+    """The result has the layout of the first dense operand of its shape, else it is row-major."""
     plain = torch.randn(2, 3, 5, 7, device=device)
     last = plain.to(memory_format=torch.channels_last)
     gap = torch.randn(2, 3, 5, 14, device=device)[..., ::2]
@@ -140,7 +140,7 @@ def test_the_same_tensor_twice(device: torch.device) -> None:
 
 
 def test_inputs_may_overlap(device: torch.device) -> None:
-    """Inputs may share a storage; the result has a new one."""
+    """Inputs may share memory, which the result does not."""
     base = torch.arange(12.0, device=device)
     found = torchkiln.add(base[:-1], base[1:])
     assert found.tolist() == [2.0 * i + 1 for i in range(11)]
@@ -158,7 +158,7 @@ def test_keywords(call: object) -> None:
 @pytest.mark.parametrize("dtype", FLOATING, ids=name)
 @pytest.mark.parametrize("number", [2, -0.75, 1e-3, 70000.0, True], ids=str)
 def test_numbers(device: torch.device, dtype: torch.dtype, number: float) -> None:
-    """A number is not rounded to the dtype of the tensor, and promotes as in torch."""
+    """A number is not rounded to the tensor's dtype, and promotes as in torch."""
     a = torch.randn(7, 9, device=device).to(dtype)
     assert torch.equal(torchkiln.add(a, number), torch.add(a, number))
     assert torch.equal(torchkiln.add(number, a), torch.add(a, number))
@@ -169,7 +169,7 @@ def test_numbers(device: torch.device, dtype: torch.dtype, number: float) -> Non
 
 
 def test_numbers_of_numpy(device: torch.device) -> None:
-    """As in torch: scalars are numbers, arrays are refused."""
+    """NumPy's scalars are numbers, and its arrays are refused, as in torch."""
     x = torch.arange(3.0, device=device)
     for number in (np.float32(0.5), np.float64(0.5), np.float16(0.5), np.int64(2), np.uint8(2)):
         found = torchkiln.add(x, number)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Batch norm, activation and max pool as one op, which ``torchkiln.fuse`` calls in training."""
+"""Batch norm, activation and max pool as one op, which fused models call in training."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def windows_of(pool: tuple[Any, ...]) -> Windows:
 
 
 def images(*shape: int, dtype: torch.dtype, steps: int = 0) -> Tensor:
-    """Random pixels on the GPU; with few different values, so that many are equal, if steps > 0."""
+    """Random pixels on the GPU; if ``steps`` > 0, multiples of its inverse, many of them equal."""
     x = torch.randn(*shape, device="cuda")
     x = (x * steps).round() / steps if steps else x
     return x.to(dtype).to(memory_format=torch.channels_last)
@@ -44,7 +44,7 @@ def vectors(channels: int, count: int) -> list[Tensor]:
 
 
 def indices(places: Tensor, windows: Windows, width: int) -> Tensor:
-    """The places in the windows as torch's pool returns them: row * width + column."""
+    """Indices as torch's pool returns them, row * width + column, from places within windows."""
     rows, columns = (torch.arange(n, device="cuda") for n in places.shape[2:])
     row = rows[:, None] * windows.stride[0] - windows.padding[0] + places // windows.kernel[1]
     column = columns * windows.stride[1] - windows.padding[1] + places % windows.kernel[1]
@@ -64,7 +64,7 @@ def test_the_numbers_of_both_ops(
     weight, bias, mean = vectors(24, 3)
     running = [[mean.clone(), mean.abs()] for _ in range(2)]
     y, _, places = ops._bn_act_pool_forward(x, weight, bias, *running[0], act, *SETTINGS, *windows)
-    # With a residual, bn_act adds up the moments in the same order as the op with a pool.
+    # With a residual, bn_act adds moments in the order of the pooling op, so bits are equal.
     zeros = torch.zeros_like(x)
     before = bn_act(x, weight, bias, *running[1], residual=zeros, act=act, training=True)
     expected, at = F.max_pool2d(before, *windows, return_indices=True)
@@ -108,11 +108,11 @@ def test_nan_and_infinity_as_in_torch() -> None:
     ones, zeros = torch.ones(8, device="cuda"), torch.zeros(8, device="cuda")
     bias = zeros.clone()
     bias[1], bias[2], bias[3] = nan, -inf, inf
-    x[0, 4, 3, 5] = nan  # the statistics of the channel become NaN
+    x[0, 4, 3, 5] = nan  # so the channel's statistics are NaN
     y, _, places = ops._bn_act_pool_forward(x, ones, bias, None, None, "none", *SETTINGS, *windows)
-    residual = torch.zeros_like(x)  # as above
+    residual = torch.zeros_like(x)  # for equal bits, as above
     before = bn_act(x, ones, bias, residual=residual, act="none", training=True).contiguous()
-    # In channels_last torch returns the index 0 for windows of -inf only.
+    # Channels-last max_pool2d returns index 0 for windows of -inf; `before` is contiguous.
     expected, at = F.max_pool2d(before, *windows, return_indices=True)
     torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(indices(places.long(), windows, 12), at)
@@ -156,7 +156,7 @@ def test_results_are_the_same_each_time() -> None:
 def test_strided_gradients_and_unaligned_images() -> None:
     windows = windows_of((2, 2, 0))
     flat = torch.randn(1 + 2 * 10 * 10 * 16, device="cuda").bfloat16()
-    x = flat[1:].view(2, 10, 10, 16).permute(0, 3, 1, 2)  # 2 bytes after a boundary
+    x = flat[1:].view(2, 10, 10, 16).permute(0, 3, 1, 2)  # 2 bytes after an aligned address
     grad = torch.randn(2, 16, 5, 5, device="cuda").bfloat16()
     found = []
     for each, g in ((x, grad), (x.clone(), grad.to(memory_format=torch.channels_last))):

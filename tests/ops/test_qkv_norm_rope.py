@@ -1,4 +1,4 @@
-"""Packed projections beyond the contract: the ops it stands for, attention, gradients, launches."""
+"""qkv_norm_rope beyond the contract: equal separate ops, attention, gradients, launches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEADS, KV_HEADS, SIZE = 4, 2, 64
 
 
 def arguments(device: torch.device, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Projection, cos, sin and both weights."""
+    """Projection, cos, sin, and the weights of q and k."""
     shapes = (
         (2, 7, (HEADS + 2 * KV_HEADS) * SIZE),
         (7, SIZE // 2),
@@ -59,7 +59,7 @@ def test_without_norm_is_rope(device: torch.device) -> None:
 
 
 def test_results_have_the_heads_of_a_token_together(device: torch.device) -> None:
-    """Attention reads them without a copy, and its result is a contiguous row per token."""
+    """Results are contiguous by token, so attention makes no copy and returns a row per token."""
     found = projected(arguments(device))
     for x in found:
         assert x.transpose(1, 2).is_contiguous()
@@ -118,7 +118,7 @@ def test_heads_of_more_than_1024_elements_are_refused(device: torch.device) -> N
 
 @pytest.mark.parametrize("size", [64, 80, 96, 128, 192, 256, 1024])
 def test_many_tokens(device: torch.device, size: int) -> None:
-    """More tokens than one round of blocks has."""
+    """More tokens than the blocks of one round process."""
     tokens = 3001 if size < 256 else 301
     qkv = torch.randn(tokens, 3 * size, device=device, dtype=torch.float64)
     cos, sin = (torch.randn(tokens, size // 2, device=device, dtype=torch.float64) for _ in "cs")
@@ -142,7 +142,7 @@ def test_many_tokens(device: torch.device, size: int) -> None:
 def test_rounds_of_groups_of_heads(
     device: torch.device, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
-    """Groups that are not full, in several rounds of blocks, over the ends of batches."""
+    """Groups of heads that are not full, in several rounds, across batches agree with float64."""
     batch, tokens, heads, kv_heads, size = 3, 1001, 5, 2, 256
     pairs = options.get("rotary_dim", size) // 2
     shapes = ((batch, tokens, (heads + 2 * kv_heads) * size), (tokens, pairs), (tokens, pairs))
@@ -164,7 +164,7 @@ def test_rounds_of_groups_of_heads(
         q, k = (F.rms_norm(x, (size,), w, 1e-6) for x, w in zip((q, k), wide[3:], strict=True))
     turns = {name: value for name, value in options.items() if name != "norm"}
     expected = (*torchkiln.rope(q, k, *wide[1:3], **turns), v)
-    eps = max(torch.finfo(dtype).eps, 1e-6)  # sums of 256 terms in float32
+    eps = max(torch.finfo(dtype).eps, 1e-6)  # float32 sums of 256 terms
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x.double(), y, rtol=eps, atol=2e-5)  # terms cancel in float32
     grads = [torch.randn_like(x) for x in found]
@@ -179,7 +179,7 @@ def test_rounds_of_groups_of_heads(
 
 @pytest.mark.parametrize("options", [{}, {"interleaved": True}, {"rotary_dim": 32}])
 def test_cos_and_sin_have_gradients(device: torch.device, options: dict[str, Any]) -> None:
-    """Learned angles: first and second derivatives, beside those of the other arguments."""
+    """Learned angles have first and second derivatives, as the other arguments have."""
     given = [x.double() for x in arguments(device)]
     if "rotary_dim" in options:
         given[1:3] = [x[:, :16].contiguous() for x in given[1:3]]
@@ -204,7 +204,7 @@ def test_cos_and_sin_have_gradients(device: torch.device, options: dict[str, Any
     ids=str,
 )
 def test_a_norm_of_all_heads(device: torch.device, counts: tuple[int, int, int, int]) -> None:
-    """More tokens than blocks, sums for the weights beyond what a block keeps, shared tokens."""
+    """Norms of all heads agree with torch: more tokens than blocks, sums of several blocks."""
     tokens, heads, kv_heads, size = counts
     rotated = size - size % 2
     shapes = (

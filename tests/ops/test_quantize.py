@@ -1,4 +1,4 @@
-"""Quantised tensors: bits, scales, both orientations, values out of the ordinary, errors."""
+"""Quantised tensors: bits, scales, rows and columns, special values, errors."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SHAPES = (
 
 
 def scale_for(most: Tensor) -> Tensor:
-    """The smallest power of two that brings ``most`` to at most 448 = 0.875 * 2**9."""
+    """The smallest power of two by which ``most`` is at most 448 = 0.875 * 2**9."""
     mantissa, exponent = torch.frexp(most.double())
     power = (exponent - 9 + (mantissa > 0.875).int()).clamp(min=-126)
     return torch.where(most == 0, 1.0, torch.ldexp(torch.ones_like(mantissa), power)).float()
 
 
 def expected_rows(x: Tensor, block: int = 128) -> tuple[Tensor, Tensor]:
-    """Bytes and scales of the blocks of each row, by torch's own conversion."""
+    """Bytes and scales of all blocks of each row, with torch's conversion."""
     x = x.double()
     finite = torch.where(x.isfinite(), x.abs(), 0)
     pieces = finite.split(block, -1) if x.shape[-1] else ()
@@ -38,14 +38,14 @@ def expected_rows(x: Tensor, block: int = 128) -> tuple[Tensor, Tensor]:
 
 
 def to_bytes(x: Tensor, scale: Tensor) -> Tensor:
-    """The bytes of x / scale; NaN has no sign."""
+    """The bytes of x divided by the scale; NaN and infinities become 0x7F."""
     scaled = (x / scale.double()).float()
     found = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
     return torch.where(x.isfinite(), found, 0x7F)
 
 
 def require_rows(found: torchkiln.Quantized, x: Tensor) -> None:
-    """Compare data and scale of a result with the expected ones, bit by bit."""
+    """The data and the scales equal the expected ones bit by bit."""
     data, scale = found.data, found.scale
     expected, expected_scale = expected_rows(x)
     assert data.dtype == torch.float8_e4m3fn
@@ -55,7 +55,7 @@ def require_rows(found: torchkiln.Quantized, x: Tensor) -> None:
 
 
 def require_squares(found: torchkiln.Quantized, x: Tensor) -> None:
-    """Compare a matrix with one scale for 128 x 128 elements with the expected one."""
+    """A matrix with one scale per 128 x 128 elements equals the expected one bit by bit."""
     data, scale = found.data.view(torch.uint8), found.scale
     if x.numel():
         finite = torch.where(x.isfinite(), x, 0)
@@ -67,13 +67,13 @@ def require_squares(found: torchkiln.Quantized, x: Tensor) -> None:
     assert_close(data, to_bytes(x.double(), each), rtol=0, atol=0)
     blocks = -(-x.shape[1] // 128)
     if blocks:
-        assert scale.stride() == (-(-blocks // 4) * 4, 1)  # as torch multiplies them
+        assert scale.stride() == (-(-blocks // 4) * 4, 1)  # the strides that torch multiplies
         padding = scale.as_strided((scale.shape[0], scale.stride(0)), scale.stride())[:, blocks:]
         assert_close(padding, torch.zeros_like(padding), rtol=0, atol=0)
 
 
 def normal(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> Tensor:
-    """Numbers whose magnitude differs from row to row and from column to column."""
+    """Numbers whose magnitude varies by row and by column."""
     generator = torch.Generator().manual_seed(len(shape) + sum(shape))
     x = torch.randn(shape, generator=generator)
     if x.dim() > 1 and x.numel():
@@ -123,7 +123,7 @@ def test_scales_are_laid_out_as_torch_multiplies_them(device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_every_number_of_16_bits(dtype: torch.dtype, device: str) -> None:
     x = torch.arange(-(2**15), 2**15, dtype=torch.int16, device=device).view(dtype)
-    require_rows(torchkiln.quantize(x.unsqueeze(1)), x.unsqueeze(1))  # each with a scale of its own
+    require_rows(torchkiln.quantize(x.unsqueeze(1)), x.unsqueeze(1))  # one scale per number
     require_rows(torchkiln.quantize(x.view(512, 128)), x.view(512, 128))
     require_rows(torchkiln.quantize_both(x.view(512, 128))[1], x.view(512, 128).T)
 
@@ -145,7 +145,7 @@ def test_rounding_between_all_neighbours(device: str) -> None:
 def test_not_finite_is_visible_and_alone(bad: float, device: str) -> None:
     x = normal((130, 260), torch.float32, device)
     x[3, 5] = x[127, 128] = x[129, 259] = bad
-    x[64, :128] = bad  # a block without finite numbers
+    x[64, :128] = bad  # no finite number in this block
     for found, source in zip(torchkiln.quantize_both(x), (x, x.T), strict=True):
         require_rows(found, source)
         assert torch.equal(torchkiln.dequantize(found).isnan(), ~source.isfinite())
@@ -178,7 +178,7 @@ def test_strides_of_rows(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_turning_keeps_the_numbers(device: str) -> None:
     x = normal((2, 100, 270), torch.bfloat16, device)
-    x = torch.where(x.abs() < x.abs().amax() * 2.0**-12, x.sign(), x)  # no underflow
+    x = torch.where(x.abs() < x.abs().amax() * 2.0**-12, x.sign(), x)  # so that none underflow
     found = torchkiln.quantize(x)
     turned = torchkiln.transpose_quantized(found)
     before, after = (torchkiln.dequantize(one) for one in (found, turned))
@@ -191,7 +191,7 @@ def test_turning_keeps_the_numbers(device: str) -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_gradient_of_a_weight_reads_squares(*, shared: bool) -> None:
-    """Features so far apart that blocks of 1 x 128 and squares have other numbers."""
+    """Features of very different size, where blocks of 1 x 128 and squares give other numbers."""
     apart = 2.0 ** -(torch.arange(384) % 20)
     x, grad = torch.randn(256, 384) * apart, torch.randn(256, 128)
     weight = torch.randn(128, 384, requires_grad=True)
@@ -204,7 +204,7 @@ def test_the_gradient_of_a_weight_reads_squares(*, shared: bool) -> None:
     )
     passed = torchkiln.dequantize(torchkiln.quantize_both(grad)[1], torch.float64)
     products = [passed @ torchkiln.dequantize(q, torch.float64).T for q in (square, plain)]
-    small = apart < 2.0**-17  # rounded again
+    small = apart < 2.0**-17  # these are rounded again
     expected, other = (product[:, small] for product in products)
     error = (found[:, small].double() - expected).norm()
     assert error < 0.1 * (other - expected).norm()
@@ -214,7 +214,7 @@ def test_error_is_that_of_four_bits() -> None:
     x = normal((256, 512), torch.float32)
     error = (torchkiln.dequantize(torchkiln.quantize(x)) - x).abs()
     most = x.view(256, 4, 128).abs().amax(-1).repeat_interleave(128, -1)
-    # Half a step: 2**-4 of the number, or half of 2**-9 of a scale of at most most / 224.
+    # Half a step: 2**-4 of the number, or 2**-10 of the scale, which is at most most/224.
     assert (error <= torch.maximum(x.abs() * 2.0**-4, most / 224 * 2.0**-10)).all()
 
 
@@ -243,7 +243,7 @@ def test_fake_and_meta_tensors_have_the_layout_of_real_ones() -> None:
         ):
             assert real.stride() == meta.stride()
     torch.library.opcheck(ops.quantize_weight.default, (x[0],))
-    # Not the check of the schema, which multiplies arguments: torch has no product of E4M3.
+    # Without the check of the schema, which multiplies arguments: torch has no E4M3 product.
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     for other in (ops.transpose_quantized.default, ops.dequantize.default):
         torch.library.opcheck(other, (data, scale), test_utils=tests)
@@ -308,6 +308,6 @@ def test_more_than_2_to_the_31_elements() -> None:
     assert (found.data.view(torch.uint8) == first.data.view(torch.uint8)).all()
     assert (found.scale == first.scale).all()
     turned = torchkiln.transpose_quantized(found)
-    # The last three rows are a block of their own.
+    # The last three rows form a block.
     last = torchkiln.Quantized(turned.data[:, -3:], turned.scale[:, -1:])
     assert (torchkiln.dequantize(last) == torchkiln.dequantize(first).T).all()

@@ -34,7 +34,7 @@ def need(bytes_needed: int, device: torch.device) -> None:
 def test_many_rows_of_several_kilobytes(
     device: torch.device, dtype: torch.dtype, columns: int, layout: str
 ) -> None:
-    """A GPU adds these rows with blocks of 64, 128 and 256 threads."""
+    """Rows that a GPU adds with 64, 128 and 256 threads per block agree with float64."""
     whole = torch.randn(4300, columns + 3, device=device).to(dtype)
     x = {"adjacent": whole[:, 3:].contiguous(), "slice": whole[:, 3:], "strided": whole[:, ::2]}[
         layout
@@ -48,7 +48,7 @@ def test_many_rows_of_several_kilobytes(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
 @pytest.mark.parametrize("shape", [(2**26 + 5,), (2**13, 2**13 + 1), (2**25 + 1, 2)], ids=str)
 def test_ones_are_counted(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Far beyond 2**24, where a float32 that ones are added to stands still."""
+    """Ones are counted exactly beyond 2**24, where adding 1 to a float32 has no effect."""
     x = torch.ones(shape, dtype=dtype, device=device)
     assert torchkiln.sum(x, dtype=torch.float64).item() == x.numel()
     assert torchkiln.sum(x).double().item() == torch.tensor(float(x.numel())).to(dtype).item()
@@ -61,7 +61,7 @@ def test_ones_are_counted(device: torch.device, shape: tuple[int, ...], dtype: t
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2**31,), (2**16, 2**15)], ids=str)
 def test_expanded_ones_are_counted(device: torch.device, shape: tuple[int, ...]) -> None:
-    """2**31 of them, which take no memory."""
+    """2**31 expanded ones, which take no memory, are counted exactly."""
     x = torch.ones((), device=device).expand(shape)
     assert torchkiln.sum(x).item() == 2.0**31
 
@@ -70,7 +70,7 @@ def test_expanded_ones_are_counted(device: torch.device, shape: tuple[int, ...])
 @pytest.mark.rotates("dtype", 2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
 def test_more_than_2_to_the_31_elements(device: torch.device, dtype: torch.dtype) -> None:
-    """Full sums, row sums and column sums read each element beyond 2**31 once."""
+    """Full, row and column sums count each element on both sides of 2**31 once."""
     rows, columns = 2**16 + 1, 2**15 + 1
     need(rows * columns * dtype.itemsize + 2**30, device)
     x = torch.ones((rows, columns), dtype=dtype, device=device)
@@ -95,7 +95,7 @@ def test_more_than_2_to_the_31_elements(device: torch.device, dtype: torch.dtype
 def test_accuracy_where_terms_cancel(
     device: torch.device, dtype: torch.dtype, dim: int | None
 ) -> None:
-    """The error stays below that of pairwise summation: eps/2 * log2(n) of the terms' sizes."""
+    """The error is below that of pairwise sums: eps/2 * log2(n) of the sum of magnitudes."""
     x = torch.randn(3000, 1100, device=device, dtype=torch.float64)
     x[1500:] = -x[:1500]
     x += 1e-3 * torch.randn(3000, 1100, device=device, dtype=torch.float64)
@@ -111,7 +111,7 @@ def test_accuracy_where_terms_cancel(
 
 @every_dtype
 def test_rounded_once(device: torch.device, dtype: torch.dtype) -> None:
-    """Small integers and halves add up exactly, so one rounding of the exact result is due."""
+    """Sums of small integers and halves are exact in float32, so they are rounded once."""
     x = torch.randint(-64, 65, (70, 1030), device=device).double() / 2
     for dim in (None, 0, 1):
         for op, torchs in OPS:
@@ -125,7 +125,7 @@ def test_rounded_once(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def layouts(x: Tensor) -> Iterator[Tensor]:
-    """The values of a 4-D tensor in other places of memory."""
+    """The same 4-D tensor in different layouts of memory."""
     yield x
     for order in itertools.permutations(range(4)):
         back = [order.index(d) for d in range(4)]
@@ -196,7 +196,7 @@ def test_wrong_types(op: Any, torchs: Any) -> None:
 
 @every_op
 def test_autocast_does_what_torch_does(device: torch.device, op: Any, torchs: Any) -> None:
-    """Autocast on CUDA makes the sum of half precision float32, unless a dtype is given."""
+    """Under autocast sums of half precision have torch's dtypes: on CUDA float32 by default."""
     for low, dtype, out in itertools.product(FLOATING[2:], FLOATING, (None, torch.float16)):
         x = torch.full((4, 3), 0.5, device=device, dtype=dtype, requires_grad=True)
         with torch.autocast(device.type, low):
@@ -210,7 +210,7 @@ def test_autocast_does_what_torch_does(device: torch.device, op: Any, torchs: An
 
 @every_dtype
 def test_values_that_are_not_finite(device: torch.device, dtype: torch.dtype) -> None:
-    """Both infinities in one row, far apart or adjacent, and each value alone in a long row."""
+    """Infinities and NaN give torch's results, also +inf and -inf in one row, near or far apart."""
     for shape, dim in (((5, 300), 1), ((300, 5), 0), ((3, 70000), 1)):
         x = torch.ones(shape, device=device, dtype=dtype)
         row, middle = x.select(1 - dim, 1), shape[dim] // 2
@@ -238,7 +238,7 @@ def test_the_number_of_threads_does_not_matter(dtype: torch.dtype) -> None:
 
 @every_op
 def test_gradient_is_a_view_of_the_incoming_one(device: torch.device, op: Any, torchs: Any) -> None:
-    """No tensor of the size of x is written, and the gradient of the mean equals torch's."""
+    """The gradient is an expanded view without memory of its own; values equal torch's."""
     x = torch.randn(7, 5, 3, device=device, requires_grad=True)
     grad = torch.randn(5, device=device)
     (found,) = torch.autograd.grad(op(x, (0, -1)), x, grad)
@@ -317,10 +317,10 @@ LARGE = {
 @pytest.mark.parametrize("count", [4, 8, 64, 1000, 140000])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=name)
 def test_sums_near_the_largest_number(dtype: torch.dtype, count: int, order: str) -> None:
-    """On the CPU the sum of a part of the terms may exceed the largest number, in any order."""
+    """On a CPU, sums are correct though partial sums exceed the largest number, in any order."""
     largest = torch.finfo(dtype).max
     terms = (LARGE[order](count).double() * largest * 0.75).to(dtype)
-    first = terms[0].item()  # the sum of the others is -first
+    first = terms[0].item()  # the others add up to -first
     terms[0] = first * 1.25
     expected = terms[0].item() - first
 
@@ -340,7 +340,7 @@ def test_sums_near_the_largest_number(dtype: torch.dtype, count: int, order: str
 
 
 def test_infinite_terms_stay_infinite() -> None:
-    """The second pass for sums near the largest number changes no other result."""
+    """The second pass for sums near the largest number does not change infinite or NaN results."""
     x = torch.full((5, 4), 1e308, dtype=torch.float64)
     x[1, 2] = math.inf
     x[2, 0], x[2, 1] = math.inf, -math.inf

@@ -19,7 +19,7 @@ def rotate_half(x: Tensor) -> Tensor:
 def apply_rotary_pos_emb(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """The function of this name in Hugging Face's models."""
+    """The rotation function of Hugging Face's models."""
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
 
@@ -53,7 +53,7 @@ def test_pairs_are_complex_numbers(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_reads_packed_views_without_a_copy(device: torch.device, dtype: torch.dtype) -> None:
-    """The results have the memory order of the projection, heads inside of tokens."""
+    """Results have the order of the projection in memory: tokens, then heads."""
     packed = torch.randn(2, 7, 10, 64, device=device, dtype=dtype)
     q, k, _ = packed.transpose(1, 2).split([6, 2, 2], 1)
     cos, sin = tables(device, 7, 32)
@@ -67,12 +67,12 @@ def test_reads_packed_views_without_a_copy(device: torch.device, dtype: torch.dt
 
 
 def test_angles_of_several_axes(device: torch.device) -> None:
-    """The formula of Qwen2-VL: parts of the head follow the time, row and column of a token."""
+    """Qwen2-VL's angles agree with its formula: parts of a head rotate by time, row and column."""
     axes = torch.randint(9, (3, 2, 5), device=device)
     frequencies = 1e4 ** -torch.linspace(0, 1, 8, device=device)
     q, k = (torch.randn(2, n, 5, 16, device=device) for n in (4, 1))
     angles = torch.cat([axes[..., None] * frequencies] * 2, -1)
-    sections = [2, 3, 3, 2, 3, 3]  # pairs of each axis, for both elements of the pairs
+    sections = [2, 3, 3, 2, 3, 3]  # pairs per axis, for both halves
     cos, sin = (
         torch.cat([part[i % 3] for i, part in enumerate(f(angles).split(sections, -1))], -1)
         for f in (torch.cos, torch.sin)
@@ -85,7 +85,7 @@ def test_angles_of_several_axes(device: torch.device) -> None:
 
 
 def test_scaled_factors_scale_the_result(device: torch.device) -> None:
-    """YaRN scales cos and sin. Columns of q that are not rotated are not scaled."""
+    """Scaled cos and sin, as in YaRN, scale the rotated columns only."""
     q = torch.randn(2, 3, 5, 16, device=device)
     cos, sin = tables(device, 5, 4)
     expected, _ = torchkiln.rope(q, None, cos, sin, rotary_dim=8)

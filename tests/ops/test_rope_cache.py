@@ -1,4 +1,4 @@
-"""qkv_norm_rope(cache=): keys and values written into a cache in the pass that rotates."""
+"""qkv_norm_rope(cache=): the pass that rotates also writes keys and values into a cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNTOUCHED = 7.0
 
 
 class Case:
-    """A projection, tables, weights and a cache that is filled with one number."""
+    """A projection, tables, weights, and a cache in which each element is ``UNTOUCHED``."""
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype = torch.float32, size: int = 64
@@ -36,7 +36,7 @@ class Case:
         )
 
     def __call__(self, *, qkv: Tensor | None = None, **options: Any) -> tuple[Tensor, ...]:
-        """The op, with the tables as factors of the first tokens if there are no positions."""
+        """Calls the op; without positions the first rows of the tables belong to the tokens."""
         tables = options.pop("tables", None) or self.tables
         if options.get("positions") is None and tables[0].dim() == 2:
             tables = tuple(t[:TOKENS] for t in tables)
@@ -48,7 +48,7 @@ class Case:
         return torchkiln.qkv_norm_rope(given, cos, sin, q_weight, k_weight, HEADS, KV_HEADS, **rest)
 
     def check(self, positions: Tensor | None, **options: Any) -> None:
-        """Compares with the op that returns keys and values, and with untouched places."""
+        """The cache has the keys and values that the op returns without it, and no other change."""
         cache = self.keys, self.values
         q, k, v = self(positions=positions, **options)
         found = self(positions=positions, cache=cache, **options)
@@ -64,7 +64,7 @@ class Case:
 
 
 def rows(device: torch.device, kind: str) -> Tensor | None:
-    """Places of the tokens: none, for all sequences, or for each of them."""
+    """Positions of the tokens: none, shared by all sequences, or separate for each."""
     if kind == "none":
         return None
     each = torch.tensor([[4, 0, 8], [2, 7, 3]], device=device)
@@ -103,10 +103,10 @@ def test_any_strides(device: torch.device, layout: str, size: int) -> None:
         case.keys, case.values = (
             t.transpose(1, 2).contiguous().transpose(1, 2) for t in (case.keys, case.values)
         )
-    elif layout == "packed":  # the rows of keys and values alternate
+    elif layout == "packed":  # keys and values alternate
         both = torch.cat([case.keys, case.values], -1)
         case.keys, case.values = both[..., :size], both[..., size:]
-    else:  # sequences of a larger buffer, from an odd element on
+    else:  # parts of a larger buffer, at odd elements
         wide = torch.full((BATCH, KV_HEADS, LENGTH, size + 3), UNTOUCHED, device=device)
         case.keys = wide.bfloat16()[..., 1 : size + 1]
     case.check(rows(device, "each"))
@@ -118,14 +118,14 @@ def test_any_strides(device: torch.device, layout: str, size: int) -> None:
 def test_a_token_outside_of_the_cache_is_left_out(
     device: torch.device, outside: int, size: int, norm: str
 ) -> None:
-    """Nothing is written before or after the cache, and the other tokens are."""
+    """Positions outside write nothing, before or after the cache; other tokens are written."""
     case = Case(device, size=size)
     guarded = [t.expand(3, *t.shape).clone() for t in (case.keys, case.values)]
     places = torch.tensor([5, outside, 1], device=device)
     q, k, v = case(positions=places, norm=norm)
     found = case(positions=places, norm=norm, cache=(guarded[0][1], guarded[1][1]))
     assert torch.equal(found[0][:, :, ::2], q[:, :, ::2])
-    assert found[0][:, :, 1, : case.rotated].isnan().all()  # outside of the tables, too
+    assert found[0][:, :, 1, : case.rotated].isnan().all()  # outside of the tables: NaN
     for written, new in zip(guarded, (k, v), strict=True):
         expected = torch.full_like(written, UNTOUCHED)
         expected[1, :, :, places[::2]] = new[:, :, ::2]
@@ -133,7 +133,7 @@ def test_a_token_outside_of_the_cache_is_left_out(
 
 
 def test_factors_of_each_token(device: torch.device) -> None:
-    """Positions are then the places alone: angles of several axes, or places in a ring."""
+    """With cos and sin per token, positions only select rows of the cache, as in a ring."""
     case = Case(device)
     given = torch.tensor([[40, 2, 31], [17, 9, 0]], device=device)
     angles = torch.randn(50, 32, device=device)[given]
@@ -201,7 +201,7 @@ def test_places_of_each_token_are_checked_beside_their_factors() -> None:
 
 
 def test_compiled_calls(device: torch.device) -> None:
-    """Two writes in a graph, each followed by a read."""
+    """A compiled graph with two writes, each followed by a read, agrees with eager calls."""
 
     def steps(
         call: Callable[..., tuple[Tensor, ...]], keys: Tensor, values: Tensor, places: Tensor
@@ -224,7 +224,7 @@ def test_compiled_calls(device: torch.device) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("size", [64, 21])
 def test_a_captured_graph_follows_the_positions(size: int) -> None:
-    """Positions change in device memory between replays; one replay writes outside."""
+    """Replays read changed positions, also one outside of the cache, from device memory."""
     device = torch.device("cuda")
     case = Case(device, torch.bfloat16, size)
     places = torch.zeros(BATCH, TOKENS, dtype=torch.int64, device=device)

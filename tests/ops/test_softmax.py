@@ -46,7 +46,7 @@ def require_same(
     torch.testing.assert_close(found.double(), by_torch(x.double()), **tolerances(x.dtype))
     grad = torch.randn(x.shape, device=x.device).to(x.dtype)
     grad_x = gradient(lambda t: op(t, dim, **kwargs), x, grad)
-    # Backward starts from the rounded output, which in its logarithm is as large as x.
+    # Backward reads the rounded output; a logarithm is as large as x.
     size = 8 * max(1.0, x.double().abs().nan_to_num(0, 0, 0).amax().item() if x.numel() else 1.0)
     limits = tolerances(x.dtype)
     limits["atol"] *= size * max(1.0, grad.double().abs().sum(dim).amax().item())
@@ -63,7 +63,7 @@ def require_same(
 def test_special_values(
     device: torch.device, dtype: torch.dtype, length: int, op: Any, torchs: Any
 ) -> None:
-    """NaN where torch has NaN and 0 where it has 0, in the gradients, too."""
+    """Values and gradients are NaN or 0 exactly where torch's are."""
     rows = torch.randn(8, length, device=device).to(dtype)
     rows[0, length // 2] = INF
     rows[1, length // 2] = -INF
@@ -85,11 +85,11 @@ def test_special_values(
 @every_op
 @every_dtype
 def test_large_offsets(device: torch.device, dtype: torch.dtype, op: Any, torchs: Any) -> None:
-    """The result depends only on differences, which are exact in the dtype."""
+    """Offsets of all elements add no error: differences are exact in the dtype."""
     for offset in (1e4, -1e4, 6e4, -6e4):
         x = (offset + 64 * torch.randn(33, 300, device=device).clamp(-4, 4)).to(dtype)
         for dim in (0, 1):
-            # Up to the rounding of the maximum times the scale, which is a power of two.
+            # The scale is a power of two; the scaled maximum is rounded.
             expected = torchs(x.double() / 64, dim)
             found = op(x, dim, scale=1 / 64)
             torch.testing.assert_close(found.double(), expected, **tolerances(dtype))
@@ -104,7 +104,7 @@ def test_large_offsets(device: torch.device, dtype: torch.dtype, op: Any, torchs
 def test_rows_whose_elements_are_not_adjacent(
     device: torch.device, dtype: torch.dtype, rows: int, length: int, op: Any, torchs: Any
 ) -> None:
-    """Tiles of several sizes, and rows that fit none."""
+    """Strided rows agree with float64, in tiles of several sizes, and longer than any tile."""
     across = torch.randn(length, rows, device=device).to(dtype).t()
     require_same(op, torchs, across, 1)
     require_same(op, torchs, across, 1, scale=0.5)
@@ -121,7 +121,7 @@ def test_rows_whose_elements_are_not_adjacent(
 @every_op
 @every_dtype
 def test_short_rows(device: torch.device, dtype: torch.dtype, op: Any, torchs: Any) -> None:
-    """Rows that threads of a warp share, as a whole tensor and as part of wider rows."""
+    """Rows that share a warp agree with float64, as a whole tensor and as part of wider rows."""
     for length in range(1, 49):
         for rows in (5, 1030):
             wide = torch.randn(rows, length + 7, device=device).to(dtype)
@@ -155,7 +155,7 @@ def test_explain_says_which_rows_are_copied() -> None:
 
 
 def test_half_precision_beyond_its_range(device: torch.device) -> None:
-    """The product with the scale may leave float16's range."""
+    """The scaled argument may exceed float16's range."""
     x = torch.tensor([[60000.0, 58976.0, -60000.0]], device=device, dtype=torch.float16)
     assert torchkiln.softmax(x, 1, scale=1000.0).tolist() == [[1.0, 0.0, 0.0]]
     found = torchkiln.log_softmax(x, 1, scale=0.5)
@@ -168,7 +168,7 @@ def test_half_precision_beyond_its_range(device: torch.device) -> None:
 def test_rows_far_below_zero(
     device: torch.device, dtype: torch.dtype, length: int, op: Any, torchs: Any
 ) -> None:
-    """No position of the largest element overflows: the row is shifted by it first."""
+    """Elements down to the lowest number do not overflow, as each row is shifted by its largest."""
     lowest = -60000.0 if dtype == torch.float16 else torch.finfo(dtype).min
     for value in (-100.0, -1000.0, lowest):
         x = torch.full((2, length), value, device=device, dtype=dtype)
@@ -180,7 +180,7 @@ def test_rows_far_below_zero(
 @every_op
 @pytest.mark.parametrize("length", [3, 31, 1024, 5001])
 def test_fully_masked_rows(device: torch.device, length: int, op: Any, torchs: Any) -> None:
-    """NaN as in torch, and a gradient of 0."""
+    """A fully masked row is NaN, as in torch, and its gradient is 0."""
     x = torch.randn(6, length, device=device)
     kept = torch.rand(6, length, device=device) > 0.3
     kept[2], kept[4] = False, False
@@ -198,7 +198,7 @@ def test_fully_masked_rows(device: torch.device, length: int, op: Any, torchs: A
 def test_causal(
     device: torch.device, dtype: torch.dtype, sizes: tuple[int, int], op: Any, torchs: Any
 ) -> None:
-    """The causal mask starts at the top left for all sizes, and combines with another mask."""
+    """The causal mask begins at the top left for all sizes; with another mask both apply."""
     queries, keys = sizes
     x = torch.randn(2, 3, queries, keys, device=device).to(dtype)
     kept = torch.ones(queries, keys, dtype=torch.bool, device=device).tril()
@@ -211,7 +211,7 @@ def test_causal(
 
 
 def masks(shape: tuple[int, ...], device: torch.device) -> Iterator[Tensor]:
-    """Masks of every shape that broadcasts to ``shape``, at several strides."""
+    """Masks of all shapes that broadcast to ``shape``, with several strides."""
 
     def kept(*sizes: int) -> Tensor:
         return torch.rand(sizes, device=device) > 0.3
@@ -228,7 +228,7 @@ def masks(shape: tuple[int, ...], device: torch.device) -> Iterator[Tensor]:
 
 @every_op
 def test_masks_of_every_kind(device: torch.device, op: Any, torchs: Any) -> None:
-    """Broadcast with stride 0, transposed, sliced; along every dimension of x."""
+    """Masks with strides of 0, transposed or sliced agree with torch, for every dim of x."""
     for shape in ((3, 4, 5), (2, 3, 2, 70)):
         x = torch.randn(shape, device=device)
         for kept in masks(shape, device):
@@ -278,7 +278,7 @@ def test_long_rows(
 def test_rows_that_no_cluster_holds(
     shape: tuple[int, int], dtype: torch.dtype, op: Any, torchs: Any
 ) -> None:
-    """Many rows in flight, at any offset; equal in every run, in a graph and beside a stream."""
+    """Rows too long for a cluster agree with float64 at any offset, and repeat in CUDA graphs."""
     device = torch.device("cuda", 0)
     rows, length = shape
     memory = (3 * torch.randn(rows, length + 3, device=device)).to(dtype)
@@ -306,7 +306,7 @@ def test_rows_that_no_cluster_holds(
 
 
 def test_mask_is_an_input_of_transforms(device: torch.device) -> None:
-    """vmap over the mask, and torch.func.grad of a masked call."""
+    """vmap over the mask and torch.func.grad of a masked call agree with separate calls."""
     x = torch.randn(5, 7, device=device)
     kept = torch.rand(3, 5, 7, device=device) > 0.3
     kept[..., 0] = True
@@ -340,7 +340,7 @@ def test_mask_is_an_input_of_a_compiled_function(device: torch.device, op: Any) 
 
 @every_op
 def test_second_gradients_of_masked_rows(device: torch.device, op: Any, torchs: Any) -> None:
-    """Gradients agree with torch's composite in float64."""
+    """Second derivatives agree with torch's ops in float64."""
     x = torch.randn(4, 9, device=device, dtype=torch.float64, requires_grad=True)
     kept = torch.rand(4, 9, device=device) > 0.4
     kept[:, 2] = True
@@ -354,7 +354,7 @@ def test_second_gradients_of_masked_rows(device: torch.device, op: Any, torchs: 
 
 
 def test_a_changed_output_is_noticed(device: torch.device) -> None:
-    """Backward needs the output as it was."""
+    """Backward raises an error if the output has been changed in place."""
     x = torch.randn(3, 4, device=device, requires_grad=True)
     y = torchkiln.softmax(x, 1)
     y.mul_(2)

@@ -1,4 +1,4 @@
-"""softmax: dtypes of the result, and masks of numbers."""
+"""softmax: dtypes of the result, and masks that are numbers to add."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchkiln.testing import normal
 
 
 def in_torch(x: Tensor, *, scale: float, mask: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The formula that a mask of numbers stands for."""
+    """The formula of softmax with a mask of numbers."""
     x = x if dtype is None else x.to(dtype)
     return torch.softmax(x * scale + mask, -1)
 
@@ -23,7 +23,7 @@ def in_torch(x: Tensor, *, scale: float, mask: Tensor, dtype: torch.dtype | None
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("how", ["eager", "compiled", "inference"])
 def test_a_mask_of_numbers(how: str, kind: torch.dtype, dtype: torch.dtype | None) -> None:
-    """It is added to the scaled input, and has a gradient."""
+    """A floating-point mask is added to the scaled input, and has a gradient."""
     cpu = torch.device("cpu")
     x, bias = normal("x", (3, 5, 7), cpu, kind), normal("bias", (5, 7), cpu)
     bias[:, 3] = -math.inf
@@ -47,7 +47,7 @@ def test_a_mask_of_numbers(how: str, kind: torch.dtype, dtype: torch.dtype | Non
 @pytest.mark.parametrize("function", ["softmax", "log_softmax"])
 @pytest.mark.parametrize("kind", [torch.int64, torch.float16])
 def test_the_dtype_of_the_result(function: str, kind: torch.dtype) -> None:
-    """The input is cast first, as in torch."""
+    """With ``dtype`` the input is cast first, as in torch."""
     x = (3 * normal("x", (4, 9), torch.device("cpu"))).to(kind)
     found = getattr(torchkiln, function)(x, 1, dtype=torch.float32)
     expected = getattr(torch, function)(x, 1, dtype=torch.float32)

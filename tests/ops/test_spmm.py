@@ -1,4 +1,4 @@
-"""Sparse products, beside their contract."""
+"""Sparse products beyond the contract."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torchkiln
 from torchkiln.ops.spmm import spmm_csr
 from torchkiln.testing.specs.spmm import dense, pattern
 
-# Torch's own sparse tensors come with warnings.
+# Torch warns when a sparse tensor is created.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
 
 INDICES = (torch.int32, torch.int64)
@@ -19,13 +19,13 @@ INDICES = (torch.int32, torch.int64)
 def matrix(
     rows: int, columns: int, device: torch.device, index: torch.dtype = torch.int64
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """crow, col and values of a third of a matrix."""
+    """crow, col and values of a matrix of which a third is stored."""
     crow, col = pattern(rows, columns, device, index)
     return crow, col, torch.randn(col.shape, device=device)
 
 
 def close(found: Tensor, expected: Tensor) -> None:
-    """Equal but for rounding."""
+    """Equal up to 1e-5."""
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -71,7 +71,7 @@ def test_a_tuple(device: torch.device) -> None:
 
 
 def test_a_batch_of_torch(device: torch.device) -> None:
-    """Which torch.bmm refuses."""
+    """Batches of sparse matrices, which torch.bmm refuses, agree with the dense product."""
     crow, col, _ = matrix(6, 5, device)
     values = torch.randn(3, col.numel(), device=device)
     each = crow.expand(3, -1).contiguous(), col.expand(3, -1).contiguous()
@@ -85,7 +85,7 @@ def test_a_batch_of_torch(device: torch.device) -> None:
 def test_coo_and_csc_are_converted(
     device: torch.device, layout: torch.layout, dtype: torch.dtype
 ) -> None:
-    """The result has the bits of CSR, and the gradient the layout of the matrix."""
+    """COO and CSC give CSR's result bit by bit; the gradient has the layout of the matrix."""
     crow, col, values = matrix(13, 9, device)
     csr = torch.sparse_csr_tensor(crow, col, values.to(dtype), (13, 9))
     full = csr.to_dense()
@@ -105,7 +105,7 @@ def test_coo_and_csc_are_converted(
 
 
 def test_coo_with_equal_indices(device: torch.device) -> None:
-    """They are added, and each has the gradient of the sum."""
+    """Values at equal indices are added; each has the gradient of the sum."""
     places = torch.tensor([[1, 0, 1], [2, 1, 2]], device=device)
     values = torch.tensor([1.0, 2.0, 3.0], device=device, requires_grad=True)
     b = torch.randn(4, 5, device=device)
@@ -194,7 +194,7 @@ MEMORY = [name for name in FAULTS if "twice" not in name]
 def test_bounds_are_checked_on_a_cpu_without_a_request(
     index: torch.dtype, name: str, far: int
 ) -> None:
-    """In one matrix and in the second of a batch; never is memory outside of the tensors read."""
+    """Invalid indices raise an error, also in a batch; no memory outside of a tensor is read."""
     begins, places, _ = FAULTS[name]
     crow, col = (torch.tensor(x, dtype=index) for x in (begins, places))
     if "column" in name:
@@ -246,7 +246,7 @@ def test_indices_of_any_strides(device: torch.device, strided: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_row_longer_than_all_others(device: torch.device, dtype: torch.dtype) -> None:
-    """It is cut into pieces; short rows lie before, between and after them."""
+    """A long row is cut into pieces; it and the short rows around it agree with float64."""
     columns, rows = 4001, 41
     full = torch.zeros(rows, columns, dtype=torch.float64, device=device)
     full[7] = torch.randn(columns, dtype=torch.float64, device=device)
@@ -283,8 +283,8 @@ PATTERNS = {
 @pytest.mark.parametrize("width", [2, 6, 12, 37, 130, 333, 422, 1100])
 @pytest.mark.parametrize("name", PATTERNS)
 def test_rows_of_any_width(device: torch.device, name: str, width: int, dtype: torch.dtype) -> None:
-    """Vectors of all sizes, several warps per row, and columns with so many entries that they are
-    split; the product and both gradients.
+    """Product and gradients agree with float64: all sizes of vectors, several warps per row, and
+    columns with so many entries that they are split.
     """
     rows, columns, entries = PATTERNS[name]
     torch.manual_seed(width)
@@ -298,7 +298,7 @@ def test_rows_of_any_width(device: torch.device, name: str, width: int, dtype: t
         torch.randn(shape, device=device).to(dtype)
         for shape in ((col.numel(),), (columns, width), (rows, width))
     )
-    if name == "few entries":  # what lies beyond a row is not read
+    if name == "few entries":  # NaN after each row must not be read
         b, grad = (torch.nn.functional.pad(t, (0, 8), value=torch.nan)[:, :-8] for t in (b, grad))
     leaves = values.requires_grad_(), b.requires_grad_()
     y = torchkiln.spmm((crow, col, values), b)
@@ -319,7 +319,7 @@ def test_rows_of_any_width(device: torch.device, name: str, width: int, dtype: t
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("width", [1, 5, 24, 200])
 def test_columns_are_read_in_place(device: torch.device, width: int, dtype: torch.dtype) -> None:
-    """For few entries; many are read from a copy in rows. Both give nearly the same."""
+    """Few entries read columns in place, many read a copy in rows; both agree with float64."""
     crow, col, values = matrix(50, 40, device)
     spread = col * 100 + 3
     values = values.to(dtype)
@@ -345,7 +345,7 @@ def test_columns_are_read_in_place(device: torch.device, width: int, dtype: torc
 def test_gradient_of_values_reads_columns_in_place(
     device: torch.device, width: int, dtype: torch.dtype
 ) -> None:
-    """For few entries, each of which has a block; so have few entries of wide rows."""
+    """Columns are read in place for few entries, with one block per entry."""
     crow, col, values = matrix(13, 9, device)
     spread = col * 100 + 3
     values = values.to(dtype).requires_grad_()
@@ -366,7 +366,7 @@ def test_gradient_of_values_reads_columns_in_place(
 
 
 def test_a_shared_matrix_is_not_copied(device: torch.device) -> None:
-    """Neither is a pattern that a batch shares: expanded tensors are read in place."""
+    """A matrix or pattern that a batch shares by expand() is read in place."""
     crow, col, values = matrix(12, 6, device)
     b = torch.randn(5, 6, 4, device=device)
     expected = torchkiln.spmm((crow, col, values), b)

@@ -1,4 +1,4 @@
-"""Elementwise ops compute the same at every layout of their operands."""
+"""Elementwise ops compute the same for every layout of their operands."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OPERANDS = {"silu": 1, "tanh": 1, "muladd": 3}
 
 
 def results(op: str, operands: list[Tensor], grad: Tensor) -> list[Tensor]:
-    """The value and the gradients of all operands but a bias."""
+    """The result, and the gradients of all operands except a bias."""
     leaves = [t.detach().requires_grad_() for t in operands]
     torch.manual_seed(0)
     found = OPS[op](*leaves)

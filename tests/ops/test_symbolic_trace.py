@@ -1,4 +1,4 @@
-"""Objects with a ``__torch_function__``: torch.fx records every op, others receive the call."""
+"""Objects with ``__torch_function__``: torch.fx records each op, other objects get the call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchkiln.testing.contract.values import TINY
 
 
 class Call(nn.Module):
-    """A call of an op; its tensors are items of the input."""
+    """A module that calls an op with items of its input as tensors."""
 
     def __init__(self, spec: testing.OpSpec, sample: testing.Sample) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def test_an_op_is_traced(spec: testing.OpSpec) -> None:
 
 
 class Norms(nn.Module):
-    """Ops with parameters, beside torch's."""
+    """A module that calls ops of torchkiln and of torch with parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def test_a_function_in_python_is_traced(name: str) -> None:
 
 
 class Recorder:
-    """No tensor, but with a ``__torch_function__``."""
+    """An object that is no tensor and has a ``__torch_function__``."""
 
     @classmethod
     def __torch_function__(
@@ -112,7 +112,7 @@ def test_an_object_without_it_is_refused() -> None:
 
 
 class Passing(TorchFunctionMode):
-    """A mode that changes nothing, as ``torch.device`` is as a context."""
+    """A mode that calls each function unchanged, like ``torch.device`` as a context."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None

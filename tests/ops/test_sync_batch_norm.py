@@ -1,4 +1,4 @@
-"""Batch norm over several processes: its parts in one process, and gloo and NCCL."""
+"""Batch norm over several processes: its ops in one process, and with gloo and NCCL."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def drawn(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> T
 def test_parts_of_a_batch_have_the_results_of_the_batch(
     device: torch.device, dtype: torch.dtype, act: str, shape: tuple[int, ...], *, last: bool
 ) -> None:
-    """The ops that processes call, for parts of 0 to 4 images, without a group."""
+    """In one process, the ops for parts of 0 to 4 images give the results of the whole batch."""
     channels, has_residual = shape[1], last
     x, residual, grad = (drawn(device, shape, dtype) for _ in range(3))
     x = x + 3
@@ -169,7 +169,7 @@ def test_bad_arguments_are_refused(name: str, change: dict[int, Any], words: str
 
 @pytest.fixture
 def group(device: torch.device, tmp_path: Path) -> Iterator[Any]:
-    """A group of this process."""
+    """A process group with this process only."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     where = f"file://{tmp_path}/store"
     dist.init_process_group(backend, init_method=where, rank=0, world_size=1)
@@ -215,7 +215,7 @@ def test_a_step_has_two_collectives_that_modes_see(device: torch.device, group: 
 
 @needs_groups
 def test_saved_tensors_in_another_layout(device: torch.device, group: Any) -> None:
-    """As from torch.autograd.graph.save_on_cpu with pinned memory, which is contiguous."""
+    """Backward takes saved tensors in another layout, as save_on_cpu with pinned memory returns."""
     made = [drawn(device, (4, 8, 5, 6), torch.float64) for _ in range(3)]
     x, residual, grad = (t.to(memory_format=torch.channels_last).requires_grad_() for t in made)
     options: Any = {"momentum": 0.1, "eps": 1e-5, "act": "relu", "group": group}

@@ -1,4 +1,4 @@
-"""Subclasses of torch's modules: constructors and forwards begin with torch's parameters."""
+"""Constructors and forwards of subclasses of torch's modules begin with torch's parameters."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torchkiln
 
 Parameter = inspect.Parameter
 DEPRECATED = {"size_average", "reduce"}
-"""Parameters that torch has kept for old code. Those behind them are keyword-only here."""
+"""Parameters that torch has deprecated. Those after them are keyword-only here."""
 
 REQUIRED = {("Softmax", "dim"), ("LogSoftmax", "dim")}
-"""Parameters without a default here: torch chooses the dimension with a warning."""
+"""Parameters without a default here; torch chooses a dimension and warns."""
 
 
 def torchs_class(cls: type[nn.Module]) -> type[nn.Module] | None:
-    """The public class of torch that a module is a subclass of."""
+    """The public class of torch from which a module inherits."""
     for base in cls.__mro__:
         if getattr(nn, base.__name__, None) is base and base is not nn.Module:
             return base

@@ -1,4 +1,4 @@
-"""The transformer block, beside the same block in plain torch."""
+"""The transformer block, compared with the same block in plain torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def rotation(form: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor | No
 
 
 def plain(block: TransformerBlock, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
-    """The block in torch's ops; attention is tested by itself."""
+    """The block in torch's ops, except attention, which has tests of its own."""
 
     def norm(layer: Any, x: Tensor) -> Tensor:
         if isinstance(layer, torchkiln.nn.LayerNorm):

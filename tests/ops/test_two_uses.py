@@ -1,4 +1,4 @@
-"""Aliases for two uses of a batch norm's result, whose gradients its backward adds."""
+"""Aliases for two uses of a batch norm's result: the norm's backward adds both gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ bn_act: Any = torchkiln.bn_act
 
 
 class Case:
-    """The result of a batch norm with a residual, and a gradient for each of its uses."""
+    """The result of a batch norm with a residual, and an incoming gradient for each of its uses."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, layout: Any = None) -> None:
         shape = (4, 16, 6, 6)
@@ -29,18 +29,18 @@ class Case:
         self.y: Tensor = bn_act(*self.leaves[:3], None, None, self.leaves[3], training=True)
 
     def loss(self, a: Tensor, b: Tensor) -> Tensor:
-        """Sums whose gradients for the uses are those of the case."""
+        """A loss for which the gradients of the uses are ``grads``."""
         return (a * self.grads[0]).sum() + (b * self.grads[1]).sum()
 
     def backward(self, *uses: Tensor, **options: Any) -> list[Tensor]:
-        """The gradients of the leaves."""
+        """Runs backward; returns the gradients of the leaves."""
         for leaf in self.leaves:
             leaf.grad = None
         self.loss(*uses).backward(**options)
         return [leaf.grad.clone() for leaf in self.leaves if leaf.grad is not None]
 
     def passed(self, a: Tensor) -> list[Tensor]:
-        """What the aliases' node passes on, in the next backward."""
+        """The list to which the next backward adds the gradient that the aliases' node returns."""
         seen: list[Tensor] = []
         assert a.grad_fn is not None
         a.grad_fn.register_hook(lambda passed, _: seen.append(passed[0]))
@@ -60,7 +60,7 @@ def test_gradients_are_those_of_autograd_to_the_bit(
     seen = case.passed(a)
     found = case.backward(a, b, retain_graph=True)
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
-    assert torch.equal(seen[0], case.grads[0])  # the other one was handed over
+    assert torch.equal(seen[0], case.grads[0])  # passed outside of the graph: the other gradient
     again = case.backward(a, b)
     assert all(torch.equal(x, y) for x, y in zip(again, expected, strict=True))
 
@@ -142,7 +142,7 @@ def test_two_pairs_of_uses(device: torch.device) -> None:
 
 
 class Nested(torch.autograd.Function):
-    """The identity, whose backward computes other gradients."""
+    """The identity; its backward runs another backward."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, other: Callable[[], object]) -> Tensor:
@@ -168,7 +168,7 @@ def test_a_backward_inside_another(device: torch.device, *, whole: bool) -> None
         else:
             torch.autograd.grad(loss, case.leaves, retain_graph=True)
 
-    # Its node runs between that of the aliases and that of y.
+    # This node runs between the nodes of the aliases and of y.
     apply: Any = Nested.apply
     nested = apply(case.y, other)
     loss = case.loss(*two_uses(case.y)) + nested.sin().sum()
@@ -194,7 +194,7 @@ def test_batched_gradients(device: torch.device) -> None:
 def test_other_values_stay_themselves(device: torch.device) -> None:
     case = Case(device, torch.float32)
     leaf = case.leaves[0]
-    plain = bn_act(*case.leaves[:3], training=True)  # no residual: nothing is written twice
+    plain = bn_act(*case.leaves[:3], training=True)  # without a residual
     with torch.no_grad():
         constant = bn_act(*case.leaves[:3], None, None, case.leaves[3], training=True)
     for x in (leaf, leaf * 2, plain, constant, case.y.detach(), case.y[:2]):

@@ -1,4 +1,4 @@
-"""Rows at any alignment: results do not depend on memory beside a row."""
+"""Rows at any alignment: memory beside a row does not affect its result."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 import torchkiln
 
-# Wide enough that three columns of nearly the same number leave no large factor.
+# So large that rows of three nearly equal numbers are not scaled up by much.
 EPS = 0.1
-# In elements of 16 bits a vector has 8, one of 32 bits 4.
+# Vectors have 8 elements of 16 bits, or 4 of 32 bits.
 SHAPES = [
     (5, 1),
     (20, 3),
@@ -61,7 +61,7 @@ OPS: dict[str, tuple[Op, Op]] = {
 
 
 def between(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """NaN in every second row and on both sides of all of them, one element past a boundary."""
+    """Random rows alternate with NaN rows, one element after an aligned address, amid NaN."""
     memory = torch.full((rows * columns + 2,), math.nan, dtype=dtype, device=device)
     x = memory[1:-1].view(rows, columns)
     numbers = torch.randn(x[::2].shape, device=device)
@@ -77,7 +77,7 @@ def require_close(op: str, x: Tensor, grad: Tensor, every: int = 1) -> None:
     found, expected = ours(leaf, weight), torchs(wide, weight.double())
     (grad_x,) = torch.autograd.grad(found, leaf, grad)
     (grad_wide,) = torch.autograd.grad(expected, wide, grad.double())
-    # Results are rounded once, and gradients are computed from them: allow a few rounding steps.
+    # Results are rounded, and gradients computed from them: a few rounding steps are allowed.
     limit = 16 * torch.finfo(x.dtype).eps
     for one, truth in ((found, expected), (grad_x, grad_wide)):
         torch.testing.assert_close(one[::every].double(), truth[::every], rtol=limit, atol=limit)
@@ -93,7 +93,7 @@ def result_shape(op: str, x: Tensor) -> torch.Size:
 def test_neighbours_stay_out(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, int], op: str
 ) -> None:
-    """Rows between rows of NaN have numbers, and so have their gradients."""
+    """Rows between rows of NaN, and their gradients, agree with float64."""
     x = between(*shape, dtype, device)
     grad = torch.full(result_shape(op, x), math.nan, dtype=dtype, device=device)
     grad[::2] = torch.randn_like(grad[::2])
@@ -106,7 +106,7 @@ def test_neighbours_stay_out(
 def test_one_row_many_times(
     device: torch.device, dtype: torch.dtype, columns: int, op: str
 ) -> None:
-    """All expanded rows are one row in memory, without neighbours."""
+    """Expanded rows, which are one row in memory, agree with float64."""
     x = torch.randn(columns, device=device).to(dtype).expand(40, columns)
     shape = result_shape(op, x)
     require_close(op, x, torch.randn(shape[1:], device=device).to(dtype).expand(shape))

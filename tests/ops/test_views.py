@@ -1,4 +1,4 @@
-"""Views of leaves that were taken under torch.no_grad()."""
+"""Views of leaves that require a gradient, taken under torch.no_grad()."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchkiln.testing.compare import outputs
 def test_results_require_a_gradient_as_torchs_do(
     spec: testing.OpSpec, device: torch.device
 ) -> None:
-    """They have a graph that leads nowhere, so that backward() is no error."""
+    """Results require a gradient as in torch, so backward() raises no error."""
     sample = spec.typical(device, torch.float32, requires_grad=True)
     for position in spec.wanted(sample):
         leaves = spec.leaves(sample, (position,))

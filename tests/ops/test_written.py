@@ -1,4 +1,4 @@
-"""Ops that write into tensors of the caller: over their input, and calls that are refused."""
+"""Ops that write into the caller's tensors, also over their input, and calls that are refused."""
 
 from __future__ import annotations
 

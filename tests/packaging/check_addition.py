@@ -37,7 +37,7 @@ CHECKS = {
     *("written", "vmap", "meta_and_fake", "opcheck"),
 }
 
-# The head of a change: the file, and the line that the block goes to.
+# The heading of a change: the file, and the line after or before which the block is inserted.
 CHANGE = re.compile(
     r"^`(?P<path>[^`\n]+)`, "
     r"(?:(?P<where>after|before|instead of)(?P<each> each)? `(?P<line>[^`\n]+)`|at the end):\n\n"
@@ -48,7 +48,7 @@ CHANGE = re.compile(
 
 @dataclass(frozen=True)
 class Change:
-    """A block of a page."""
+    """A block of a page, with the file and the line where it is inserted."""
 
     page: str
     path: str
@@ -56,10 +56,10 @@ class Change:
     line: str | None
     text: str
     each: bool = False
-    """Whether the line is there several times, and the block goes to all of them."""
+    """Whether the line occurs several times, and the block is inserted at each."""
 
     def apply(self, content: str) -> str:
-        """The file with the block in its place."""
+        """The content of the file with the block inserted."""
         if self.line is None:
             return content + self.text
         found = [line.strip() == self.line.strip() for line in content.splitlines()]
@@ -77,7 +77,7 @@ class Change:
 
 
 def changes(page: str, text: str) -> list[Change]:
-    """The blocks of a page, in order; every block has to have a head."""
+    """The blocks of a page, in order; each must have a heading."""
     found = [
         Change(page, m["path"], m["where"], m["line"], m["text"], m["each"] is not None)
         for m in CHANGE.finditer(text)
@@ -89,7 +89,7 @@ def changes(page: str, text: str) -> list[Change]:
 
 
 def changed(page: Path, root: Path) -> dict[str, str]:
-    """The files that a page changes, as they are afterwards."""
+    """The files that a page changes, with their new content."""
     files: dict[str, str] = {}
     for change in changes(page.name, page.read_text(encoding="utf-8")):
         content = files.get(change.path) or (root / change.path).read_text(encoding="utf-8")
@@ -123,7 +123,7 @@ def run(folder: Path, *command: str | Path, **environment: str) -> None:
 
 
 def configure(sources: Path, build: Path, *options: str) -> tuple[str, ...]:
-    """The command for CMake: -O1 and batches of files, as most time goes into torch's headers."""
+    """CMake's command: -O1 and batches of files, as torch's headers take most of the time."""
     return (
         *("cmake", "-G", "Ninja", "-S", str(sources), "-B", str(build), "-DTORCHKILN_UNITY=ON"),
         *(f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG"),
@@ -132,7 +132,7 @@ def configure(sources: Path, build: Path, *options: str) -> tuple[str, ...]:
 
 
 def has_cuda_compiler() -> bool:
-    """Whether there is an nvcc of torch's CUDA version."""
+    """Whether nvcc of torch's CUDA version is installed."""
     import torch  # noqa: PLC0415
 
     if torch.version.cuda is None:
@@ -170,7 +170,7 @@ def build(folder: Path) -> None:
 
 
 def check_contracts(site: Path) -> None:
-    """Run the generated checks of the new ops, and of others where they are called with the new."""
+    """Run the contracts of the new ops, and of existing ops with the new activation and option."""
     import torch  # noqa: PLC0415
 
     import torchkiln  # noqa: PLC0415
@@ -192,7 +192,7 @@ def check_contracts(site: Path) -> None:
 
 
 def called_with(spec: OpSpec, argument: str, value: object = None) -> OpSpec:
-    """The contract of an op, at the calls with an argument, or with this value of it, alone."""
+    """The spec of an op, limited to calls with this argument, or with this value of it."""
 
     def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         found = [s for s in spec.inputs(device, dtype) if argument in s.kwargs]

@@ -1,7 +1,7 @@
 """Usage: check_consumer.py
 
-Copies the installed package to another folder, in the current one, builds tests/consumer against
-it, and runs its programs.
+Copies the installed package into a new folder in the current one, builds tests/consumer with it,
+and runs its programs.
 """
 
 from __future__ import annotations

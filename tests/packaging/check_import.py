@@ -1,7 +1,7 @@
 """Usage: check_import.py MINOR
 
-Imports the installed package beside torch of that minor version, and beside fake torch versions for
-which it has no module: older, newer, with another CUDA, none. Prints the time of the import.
+Imports the installed package with torch of that minor version, and with fake versions of torch that
+it does not support: older, newer, with another CUDA, none. Prints the time of the import.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ assert torchkiln.build_info()["torch"].startswith("{minor}."), torchkiln.build_i
 assert torch.__version__.startswith("{minor}."), torch.__version__
 print(f"{{middle - start:.3f}} {{end - middle:.3f}}")
 """
-# Without a matching torch the import must fail before it loads a library.
+# With these versions of torch, the import must fail before it loads a library.
 FALSE_TORCHES = (
     ("2.10.0", "13.0", "but found torch 2.10.0 ("),
     ("2.16.0", "13.3", "but found torch 2.16.0 ("),

@@ -29,18 +29,18 @@ CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
-# A word in angle brackets that stands for the address or the owner of the repository.
+# Text in angle brackets in place of the address or owner of the repository.
 PLACEHOLDER = re.compile(r"<(?:the address of [^>]*|owner)>")
 
 
 def project_of(root: Path) -> dict[str, Any]:
-    """The table `project` of pyproject.toml."""
+    """The table [project] of pyproject.toml."""
     found: dict[str, Any] = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     return found
 
 
 def version_problems(root: Path) -> Iterable[str]:
-    """The version in pyproject.toml, and its minor version where users copy it."""
+    """Where users copy the minor version, it must be that of pyproject.toml."""
     version = project_of(root)["version"]
     if not re.fullmatch(r"\d+\.\d+\.\d+", version):
         yield f"pyproject.toml: found version {version}, expected three numbers"
@@ -53,7 +53,7 @@ def version_problems(root: Path) -> Iterable[str]:
 
 
 def changelog_problems(root: Path, today: dt.date) -> Iterable[str]:
-    """The newest entry is this version with its day, and the file is short."""
+    """The newest entry must be this version with a date; the file must be short."""
     version = project_of(root)["version"]
     text = (root / "CHANGELOG.md").read_text("utf-8")
     first = next(iter(re.findall(r"^## (.*)$", text, re.MULTILINE)), "no entry")
@@ -69,13 +69,13 @@ def changelog_problems(root: Path, today: dt.date) -> Iterable[str]:
 
 
 def git(root: Path, *words: str) -> list[str]:
-    """The lines that git prints."""
+    """The lines that a git command prints."""
     done = subprocess.run(["git", "-C", root, *words], check=True, capture_output=True, text=True)
     return done.stdout.splitlines()
 
 
 def tag_problems(root: Path) -> Iterable[str]:
-    """The tag of this version is free or at this commit, all others are older, nothing is new."""
+    """This version's tag must be unused or at HEAD, others older, and all files committed."""
     version = project_of(root)["version"]
     numbers = [int(number) for number in version.split(".")]
     for tag in git(root, "tag", "--list", "v*"):
@@ -90,7 +90,7 @@ def tag_problems(root: Path) -> Iterable[str]:
 
 
 def license_problems(root: Path) -> Iterable[str]:
-    """The files that pyproject.toml names are there."""
+    """The license files that pyproject.toml names must exist."""
     for name in project_of(root)["license-files"]:
         if not (root / name).is_file():
             yield f"found no {name}, which pyproject.toml names"
@@ -99,13 +99,13 @@ def license_problems(root: Path) -> Iterable[str]:
 
 
 def pages(root: Path) -> list[Path]:
-    """The Markdown files for readers."""
+    """The Markdown files that users read."""
     named = (root / "README.md", root / "CHANGELOG.md", root / ".github" / "CONTRIBUTING.md")
     return [*(path for path in named if path.is_file()), *sorted((root / "docs").rglob("*.md"))]
 
 
 def places(text: str) -> set[str]:
-    """The addresses of the headings of a page, as GitHub and the site make them."""
+    """The anchors of a page's headings, as GitHub and the site generate them."""
     found: set[str] = set()
     for heading in HEADING.findall(
         re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
@@ -116,7 +116,7 @@ def places(text: str) -> set[str]:
 
 
 def link_problems(root: Path) -> Iterable[str]:
-    """Links lead to a file and a heading, other addresses are whole, none is left to fill in."""
+    """Links must lead to a file and a heading; addresses must be complete, without placeholders."""
     texts = {path.resolve(): path.read_text("utf-8") for path in pages(root)}
     for path, text in texts.items():
         name = path.relative_to(root.resolve())
@@ -135,7 +135,7 @@ def link_problems(root: Path) -> Iterable[str]:
 
 
 def number_problems(root: Path) -> Iterable[str]:
-    """The generated parts of README.md and docs/ are those of docs/results."""
+    """Generated parts of README.md and docs/ must agree with docs/results."""
     command = [sys.executable, str(root / "docs" / "figures.py"), "--check", f"--root={root}"]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
@@ -143,7 +143,7 @@ def number_problems(root: Path) -> Iterable[str]:
 
 
 def wheel_problems(root: Path, wheel: Path) -> Iterable[str]:
-    """A wheel has this version and these licenses; `nox -s abi` checks all other contents."""
+    """A wheel must have this version and its licenses; `nox -s abi` checks the other contents."""
     project = project_of(root)
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -170,7 +170,7 @@ def wheel_problems(root: Path, wheel: Path) -> Iterable[str]:
 
 
 def check(root: Path, wheels: Sequence[Path], today: dt.date) -> bool:
-    """Runs all checks; whether each one has passed."""
+    """Runs all checks; returns whether all have passed."""
     checks = Checks()
     checks.none("one version", version_problems(root))
     checks.none(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torchkiln.new import TEMPLATES
 
-# The first template runs its whole contract; the others, whose Python is the same, a part of it.
+# The first template runs its whole contract; the others, with the same Python code, a part of it.
 PART = ("-m", "not slow", "-k", "(values or grad or opcheck or meta or export) and not autocast")
 
 
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def judge(package: Path, name: str) -> None:
-    """Run the line of the package's README."""
+    """Run the command of `torchkiln judge` from the package's README."""
     (package / "candidate.py").write_text(f"from {name} import {name}\n")
     run(package, "torchkiln", "judge", "candidate.py", f"--op={name}", f"--specs={name}.spec")
 

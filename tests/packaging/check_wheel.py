@@ -50,7 +50,7 @@ CONTENTS = (
     r"torchkiln-[\d.]+\.dist-info/entry_points\.txt",
     r"torchkiln-[\d.]+\.dist-info/sboms/torchkiln\.cdx\.json",
 )
-# Templates of packages are sources of others.
+# Templates contain sources of other packages.
 NOT_CONTENTS = re.compile(
     r"^(?!torchkiln/new/templates/).*(\.(cpp|cu|o|a|txt\.in)$|/CMakeLists\.txt$)"
     r"|^(tests|cpp|cuda|src)/|\.so\.\d|__pycache__"
@@ -74,7 +74,7 @@ CUDA_LICENSE = f"{LICENSE} AND LicenseRef-NVIDIA-CUDA-EULA"
 
 SETS = {"baseline", "avx2", "avx512"}
 
-MOST_BYTES = 100 * 2**20  # what PyPI takes
+MOST_BYTES = 100 * 2**20  # the limit of PyPI
 
 
 def check_contents(
@@ -119,7 +119,7 @@ def check_metadata(checks: Checks, root: Path, record: dict[str, Any]) -> None:
     def differs(what: str, found: object, expected: object) -> list[str]:
         return [] if found == expected else [f"{what}: found {found}, expected {expected}"]
 
-    # For several torches, the loader has the say: pip would replace a torch that is none of them.
+    # A wheel for several torches does not require one: pip would replace a torch of a new version.
     torches = [minor(built["version"]) for built in record["torches"]]
     every = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
     required = [str(line) for line in every if not line.marker]
@@ -148,16 +148,16 @@ def check_metadata(checks: Checks, root: Path, record: dict[str, Any]) -> None:
 
 
 def instruction_problems(record: dict[str, Any]) -> Iterable[str]:
-    """A wheel for several torches is for other machines, too."""
+    """A wheel for several torches is published, so it needs kernels for all instruction sets."""
     built = set(record["cpu_instructions"])
     if len(record["torches"]) > 1 and "x86_64" in record["platform"]:
         yield from (f"CPU kernels for {name}: missing" for name in sorted(SETS - built))
 
 
 def license_problems(found: str, record: dict[str, Any]) -> Iterable[str]:
-    """A published wheel names NVIDIA's license if it has kernels, and so the CUDA runtime.
+    """A published wheel with kernels names NVIDIA's license, as it contains the CUDA runtime.
 
-    CMake decides about the kernels of a local build after its metadata is written.
+    For a local build CMake decides on kernels after its metadata is written.
     """
     expected = {CUDA_LICENSE if record["cuda"] else LICENSE}
     if len(record["torches"]) == 1:
@@ -167,7 +167,7 @@ def license_problems(found: str, record: dict[str, Any]) -> Iterable[str]:
 
 
 def wrong(extra: Requirement, torches: list[str]) -> Iterable[str]:
-    """The extra requires torch, the wheel does not; pip must reject versions outside the bounds."""
+    """The torch extra must accept each of these versions, and reject the next older and newer."""
     takes = extra.specifier.contains
     yield from (f"not for torch {version}" for version in torches if not takes(f"{version}.0"))
     numbers = sorted(tuple(map(int, version.split("."))) for version in torches)

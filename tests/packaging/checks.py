@@ -1,4 +1,4 @@
-"""Output and exit status of a script of checks."""
+"""Output and exit status of a script that runs checks."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterable
 
 
 class Checks:
-    """Prints each check's outcome and remembers whether one has failed."""
+    """Prints the outcome of each check, and stores whether one has failed."""
 
     def __init__(self) -> None:
         self.failed = False
 
     def none(self, what: str, offending: Iterable[str]) -> None:
-        """Passes if the list of offenders is empty."""
+        """Prints whether the check has passed: the list of offending lines is empty."""
         found = sorted(offending)
         print(f"{'FAILED' if found else 'ok    '} {what}")
         for line in found[:20]:

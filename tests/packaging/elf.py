@@ -1,4 +1,4 @@
-"""Reads the facts about a shared library that the packaging checks need."""
+"""Reads from a shared library what the packaging checks need."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Library:
     soname: str | None
     needed: tuple[str, ...]
     runpath: tuple[str, ...]
-    undefined: frozenset[str]  # without the weak ones, which may stay unresolved
+    undefined: frozenset[str]  # without weak ones, which may be missing
     defined: frozenset[str]
-    functions: frozenset[str]  # defined ones, without inline functions and templates
-    versions: frozenset[str]  # GLIBC_2.17, GLIBCXX_3.4.21, ...
+    functions: frozenset[str]  # without inline functions and templates
+    versions: frozenset[str]  # such as GLIBC_2.17
 
 
 def read(path: Path) -> Library:

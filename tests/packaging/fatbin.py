@@ -16,13 +16,13 @@ from elftools.elf.elffile import ELFFile
 
 MAGIC = 0xBA55ED50
 PTX, MACHINE_CODE = 1, 2
-# Flag of an entry: only for this architecture and no later one, as for 90a.
+# Flag of an entry whose code runs only on this architecture, such as 90a.
 SPECIFIC = 1 << 20
 
 
 @dataclass
 class GpuCode:
-    """Bytes as they are stored, by architecture: 80, 90a."""
+    """Stored bytes by architecture, such as 80 or 90a."""
 
     machine_code: Counter[str] = field(default_factory=Counter)
     ptx: Counter[str] = field(default_factory=Counter)
@@ -35,7 +35,7 @@ def read(library: Path) -> GpuCode:
     found = GpuCode()
     at = 0
     while at < len(data):
-        if data[at : at + 8].count(0) == len(data[at : at + 8]):  # between containers
+        if data[at : at + 8].count(0) == len(data[at : at + 8]):  # padding
             at += 8
             continue
         magic, _, header, size = struct.unpack_from("<IHHQ", data, at)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 def requirements(tree: Path) -> list[str]:
-    """The requirements of a torch on Linux, without extras."""
+    """The packages that a torch requires on Linux, without its extras."""
     (info,) = tree.glob("torch-*.dist-info")
     lines = Distribution.at(info).requires or []
     return [line.partition(";")[0] for line in lines if "extra ==" not in line]

@@ -19,30 +19,30 @@ from checks import Checks
 # platform tag may require a newer glibc.
 NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
 
-# Our own symbols, and symbols that every C++ library defines for its classes.
+# Our symbols, and those that every C++ library defines for its classes.
 OURS = re.compile(
     r"torchkiln|^(typeinfo|vtable|guard variable|construction vtable|VTT|(non-)?virtual thunk)"
 )
 
-# Libraries that the process loads otherwise: torch, the CUDA runtime, the system.
+# Libraries that other packages provide: torch, the CUDA runtime, the system.
 OUTSIDE = re.compile(
     r"^(libtorch|libc10|libcudart\.so|lib(c|m|dl|rt|gomp|pthread|stdc\+\+|gcc_s)\.so|ld-linux)"
 )
 
 KERNELS = "libtorchkiln_kernels.so"
-# The library that may link torch's CUDA library, and is loaded only beside a torch with CUDA.
+# The only library that may link torch's CUDA library; it is loaded only if torch has CUDA.
 CUDA_PART = "libtorchkiln_cuda.so"
 OF_CUDA = re.compile(r"^lib(torch_cuda|c10_cuda|cudart|cu[a-z]+|nv[a-z]+)[.\d]*\.so")
 OF_TORCH = re.compile(r"^lib(torch|c10)")
 TORCH_NAMES = re.compile(r"\b(at|c10|torch)::")
-# The name of an error, which only the CUDA runtime contains.
+# Text that only the CUDA runtime contains: the name of an error.
 OF_RUNTIME = b"cudaErrorInvalidValue"
 
 
 def check_libraries(
     checks: Checks, package: Path, record: dict[str, Any], folders: list[Path], wheel: Path
 ) -> None:
-    """All that can be said without loading one; each folder has a torch in it."""
+    """Checks the libraries without loading one; each of the folders contains a torch."""
     torches = find_torches(checks, record, folders)
     kernels = elf.read(package / "lib" / KERNELS)
     ours = [kernels]
@@ -63,7 +63,7 @@ def check_libraries(
 def find_torches(
     checks: Checks, record: dict[str, Any], folders: list[Path]
 ) -> dict[str, tuple[Path, str]]:
-    """By the folder of the wheel that is for it: a torch, and its version."""
+    """The torch to check against, and its version, for each folder of the wheel."""
     here = {}
     for folder in folders:
         version = re.search(r"__version__ = '([\d.]+)", (folder / "version.py").read_text())
@@ -86,7 +86,7 @@ def for_one_torch(folder: Path) -> list[Path]:
 
 
 def others(root: Path, known: set[Path]) -> list[Path]:
-    """Libraries of other projects, such as copies that auditwheel makes by default."""
+    """Libraries that are not ours, such as copies made by auditwheel."""
     return [path.relative_to(root) for path in root.rglob("*.so*") if path not in known]
 
 
@@ -96,7 +96,7 @@ def check_gpu_code(checks: Checks, kernels: Path, record: dict[str, Any]) -> Non
         for architecture, taken in sorted(found.items()):
             print(f"       {taken / 1024:8.0f} KiB {kind} of {architecture}")
     wanted = set(record["cuda_architectures"])
-    # Code for 90a is added for warpgroup products (wgmma).
+    # Warpgroup products (wgmma) add code for 90a.
     extra = {"90a"} if any(name.startswith("90") for name in wanted) else set()
     checks.none(
         f"machine code of {', '.join(sorted(wanted)) or 'no GPU'}",
@@ -131,14 +131,14 @@ def check_boundary(
 
 
 def place(package: Path, library: elf.Library) -> str:
-    """Its path in the package."""
+    """The path of a library relative to the package."""
     return str(library.path.relative_to(package))
 
 
 def check_symbols(
     checks: Checks, package: Path, ours: list[elf.Library], torch: Path, version: str
 ) -> None:
-    """Each undefined symbol has to be offered by a library that is named as needed."""
+    """Each undefined symbol must be defined by a library that is listed as needed."""
     offered: dict[str, frozenset[str]] = {}
     for path in [*(torch / "lib").glob("*.so*"), *toolkit_libraries()]:
         library = elf.read(path)
@@ -179,7 +179,7 @@ def toolkit_libraries() -> Iterable[Path]:
 
 
 def system_libraries(names: set[str]) -> dict[str, elf.Library]:
-    """The libraries that the linker would take from the system."""
+    """The libraries of these names that g++ finds on the system."""
     found = {}
     for name in names:
         done = subprocess.run(
@@ -194,7 +194,7 @@ def system_libraries(names: set[str]) -> dict[str, elf.Library]:
 def check_exports(checks: Checks, package: Path, ours: list[elf.Library]) -> None:
     for library in ours:
         if library.path.name.startswith("_C."):
-            # One listener for the process: libraries and stand-alone kernels look for this name.
+            # Libraries and stand-alone kernels look up this symbol, so a process has one listener.
             known = {"PyInit__C", "_ZN9torchkiln5trace8listenerE"}
             foreign = [name for name in library.defined if name not in known]
         else:
@@ -224,7 +224,7 @@ def check_portability(checks: Checks, package: Path, ours: list[elf.Library], wh
 
 
 def is_near(entry: str, library: Path) -> bool:
-    """Whether an entry of a library's run path is a folder of the package or of torch."""
+    """Whether an entry of a library's run path leads to the package or to torch."""
     origin, _, rest = entry.partition("/")
     folder = Path(os.path.normpath(library.parent / rest))
     is_ours = folder.is_relative_to("torchkiln")

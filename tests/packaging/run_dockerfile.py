@@ -1,9 +1,9 @@
 """Usage: run_dockerfile.py DOCKERFILE FOLDER [--target=STAGE] [--volume=HERE:THERE]
-       [--certificates]
+[--certificates]
 
-Runs the steps of a Dockerfile in FOLDER, as root and without a container engine: creates a new
-Debian root with mmdebstrap, runs each step from the file in it, then the command of the image.
---certificates copies the certificates of this machine into it, for networks with their own.
+Runs a Dockerfile in FOLDER as root, without a container engine: creates a new Debian root with
+mmdebstrap, runs each step of the file in it, then the command of the image. --certificates copies
+the certificates of this machine into it, for networks that have their own.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ exec chroot "$@"
 
 @dataclass(frozen=True)
 class Step:
-    """An instruction, with its lines joined."""
+    """An instruction of a Dockerfile, with its lines joined."""
 
     name: str
     words: str
 
 
 def read_steps(text: str, target: str | None = None) -> list[Step]:
-    """The instructions up to the end of a stage, else of all of them."""
+    """The instructions of a Dockerfile, up to the end of the stage ``target`` if there is one."""
     steps: list[Step] = []
     line = ""
     for raw in text.splitlines():
@@ -69,7 +69,7 @@ def _stage(steps: list[Step]) -> str:
 
 @dataclass
 class Image:
-    """A root folder, and the state that later steps need."""
+    """A root folder, and the settings that instructions have made so far."""
 
     root: Path
     certificates: bool
@@ -80,7 +80,7 @@ class Image:
     command: tuple[str, ...] = ()
 
     def start(self, base: str) -> None:
-        """A fresh Debian, as small as its image."""
+        """Creates a minimal Debian root folder of this release."""
         match = re.fullmatch(r"debian:(\w+)-slim@sha256:[0-9a-f]{64}( AS \w+)?", base)
         if not match:
             expected = "debian:<name>-slim@sha256:<digest>"
@@ -95,7 +95,7 @@ class Image:
             shutil.copy(CERTIFICATES, self.root / "etc/ssl/certs/of-this-machine.crt")
 
     def inside(self, *command: str, volume: str = "") -> None:
-        """Run it with the root, the user and the variables that it would have in the image."""
+        """Runs a command in the root folder, with the user and the variables of the image."""
         lent = {}
         if self.certificates:
             file = "/etc/ssl/certs/of-this-machine.crt"

@@ -11,23 +11,23 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-# Checks left out on the CPU: those that start compilers, which cannot run with a preloaded
-# sanitizer, and those that repeat calls that another check makes.
+# Checks left out on the CPU: those that run compilers, which a preloaded sanitizer breaks, and
+# those whose calls another check makes, too.
 LEFT_OUT = (
     *("compile", "recompilation", "export", "opcheck", "no_memory_growth", "determinism"),
     "gradient_strides",
 )
-# By instruction set. Sanitizers do not see masked vector loads and stores, so the checks with
-# irregular addresses also run with the baseline instructions, which have none.
+# Checks by instruction set. Sanitizers do not see masked vector loads and stores; the baseline
+# instructions have none, so checks with irregular addresses run with them, too.
 ON_THE_CPU = {
     "best": f"not ({' or '.join(LEFT_OUT)}) and (values or bfloat16 or not (float64 or float16))",
     "baseline": "(values or strides or every_element) and (float32 or bfloat16)",
 }
 ON_THE_GPU = "(values or gradient_values or graph_capture) and (float32 or bfloat16)"
 OURS = ("--kernel-name=kernel_substring=torchkiln",)
-# By tool: the kernels that it watches, and checks that it cannot run. initcheck must also see the
-# kernels of torch and CUB that write our inputs. racecheck itself fails at warpgroup products of
-# half precision ("failed to handle a hardware exception").
+# For each tool, the kernels that it watches and the checks that it cannot run. initcheck must also
+# watch the kernels of torch and CUB that write our inputs. racecheck itself fails at warpgroup
+# products of half precision ("failed to handle a hardware exception").
 TOOLS: dict[str, tuple[tuple[str, ...], str]] = {
     "memcheck": (OURS, ""),
     "racecheck": (OURS, " and not ((matmul or linear) and bfloat16)"),
@@ -58,7 +58,7 @@ def run(*command: str, **environment: str) -> None:
 
 
 def library(name: str) -> str:
-    """The path of a runtime library of g++."""
+    """The path of a runtime library of g++, such as libasan.so."""
     command = ("g++", f"-print-file-name={name}")
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
@@ -67,11 +67,11 @@ def on_the_cpu(arguments: Sequence[str]) -> None:
     preload = ":".join(map(library, ("libasan.so", "libubsan.so", "libstdc++.so.6")))
     for instructions, checks in ON_THE_CPU.items():
         run(
-            # A sanitizer reports on stderr and ends the process; pytest must not capture that.
+            # A sanitizer writes to stderr and ends the process, so pytest must not capture it.
             *(*CONTRACT, "--capture=sys", "-m", "not slow and not large and not cuda"),
             *("-k", checks, *arguments),
             LD_PRELOAD=preload,
-            ASAN_OPTIONS="detect_leaks=0",  # CPython never frees what it allocates once
+            ASAN_OPTIONS="detect_leaks=0",  # CPython does not free all memory at exit
             UBSAN_OPTIONS="print_stacktrace=1",
             TORCHKILN_CPU_ISA=instructions,
         )

@@ -1,8 +1,8 @@
-"""The functions that the libraries of a wheel export, beside the list in tests/data/symbols.txt.
+"""The functions that a wheel's libraries export, compared with the list in tests/data/symbols.txt.
 
 Usage: symbols.py WHEEL
 
-Writes the list: with a wheel without CUDA its first part, with another wheel the second one.
+Writes the first part of the list if the wheel is without CUDA, else the second part.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ TAGS = re.compile(r"\[abi:\w+\]")
 
 
 def check(checks: Checks, ours: list[elf.Library], record: dict[str, Any]) -> None:
-    """Each function has the minor version in its symbol and a line in the list."""
+    """Each function must be in the list, and must have the minor version in its symbol."""
     functions = exported(ours)
     tag = "[abi:v{}_{}]".format(*record["version"].split("."))
-    # A C function has a version in its name.
+    # C functions have the version in their names.
     unversioned = [name for name in functions if name.startswith("torchkiln::") and tag not in name]
     checks.none(f"the symbol of each function contains {tag}", unversioned)
     found = {TAGS.sub("", name) for name in functions}
@@ -45,13 +45,13 @@ def check(checks: Checks, ours: list[elf.Library], record: dict[str, Any]) -> No
 
 
 def exported(ours: list[elf.Library]) -> list[str]:
-    """Our functions, demangled."""
+    """Names of the exported functions, demangled."""
     symbols = {symbol for library in ours for symbol in library.functions}
     return [name for name in elf.demangle(sorted(symbols)) if name.startswith("torchkiln")]
 
 
 def listed() -> tuple[set[str], set[str]]:
-    """The lines of both parts of the list."""
+    """The functions in both parts of the list."""
     every, _, with_cuda = SNAPSHOT.read_text(encoding="utf-8").partition(WITH_CUDA)
     return set(every.removeprefix(HEAD).splitlines()), set(with_cuda.splitlines())
 

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through its DevTools protocol over two pipes."""
+"""A headless Chromium, controlled by its DevTools protocol over two pipes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 def find() -> str | None:
-    """The program, or None."""
+    """The path of Chromium, or None."""
     return next((found for found in map(shutil.which, NAMES) if found), None)
 
 
 class Browser:
-    """One page. Use as a context manager, which ends the process.
+    """One page of a browser; as a context manager it ends the process.
 
     Chromium reads messages from descriptor 3 and writes its answers and events to 4, each as JSON
     that ends with a zero byte.
@@ -55,7 +55,7 @@ class Browser:
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
-        self.call("Emulation.setFocusEmulationEnabled", enabled=True)  # the clipboard needs it
+        self.call("Emulation.setFocusEmulationEnabled", enabled=True)  # for access to the clipboard
 
     def __enter__(self) -> Self:
         return self
@@ -84,7 +84,7 @@ class Browser:
         return found
 
     def call(self, method: str, **parameters: object) -> dict[str, Any]:
-        """The result of a command of the protocol."""
+        """Run a command of the DevTools protocol; returns its result."""
         self._count += 1
         message: dict[str, object] = {"id": self._count, "method": method, "params": parameters}
         if self._session:
@@ -100,7 +100,7 @@ class Browser:
             self._events.append(found)
 
     def _page(self) -> str:
-        """The page that Chromium opens, which may take a while after the start."""
+        """Waits for the page that Chromium opens after its start."""
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
             for one in self.call("Target.getTargets")["targetInfos"]:
@@ -110,7 +110,7 @@ class Browser:
         raise TimeoutError(f"Chromium opened no page within {PATIENCE} s")
 
     def wait_for(self, event: str) -> dict[str, Any]:
-        """The next event of this name."""
+        """Wait for the next event of this name; returns it."""
         while True:
             for at, found in enumerate(self._events):
                 if found.get("method") == event:
@@ -120,8 +120,8 @@ class Browser:
             self._events.append(self._read())
 
     def complaints(self) -> list[str]:
-        """Errors of scripts and files that were not loaded, since the page was opened."""
-        self.evaluate("1")  # events before this answer have arrived
+        """Errors of scripts, and files that failed to load, since the page was opened."""
+        self.evaluate("1")  # the answer follows all earlier events
         found = []
         for event in self._events:
             parameters = event.get("params", {})
@@ -146,18 +146,18 @@ class Browser:
         )
 
     def prefer(self, scheme: str) -> None:
-        """Set the system's preference: light or dark."""
+        """Set the preferred color scheme: light or dark."""
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.call("Emulation.setEmulatedMedia", features=[feature])
 
     def open(self, address: str) -> None:
-        """Load a page and wait until all of it is there."""
+        """Load a page, and wait for its load event."""
         self._events.clear()
         self.call("Page.navigate", url=address)
         self.wait_for("Page.loadEventFired")
 
     def evaluate(self, code: str) -> Any:
-        """The value of an expression of JavaScript; promises are awaited."""
+        """Evaluate JavaScript and await a promise; returns the value."""
         found = self.call(
             "Runtime.evaluate",
             expression=code,
@@ -170,6 +170,6 @@ class Browser:
         return found["result"].get("value")
 
     def picture(self, path: Path, *, whole: bool = False) -> None:
-        """Write what is visible, or the whole page, as PNG."""
+        """Write a PNG of the visible part, or of the whole page."""
         found = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(found["data"]))

@@ -1,5 +1,5 @@
-"""The site of `nox -s docs`, whose folder is in TORCHKILN_SITE: its links, and in a browser what a
-reader does with it."""
+"""The site of `nox -s docs`, in the folder of TORCHKILN_SITE: links, and what readers do
+in a browser."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ pytestmark = pytest.mark.skipif(not FOLDER, reason="nox -s docs builds the site 
 
 
 def pages() -> list[str]:
-    """The pages of the site, as addresses below it."""
+    """The paths of all pages, relative to the site."""
     return sorted(str(path.relative_to(SITE)) for path in SITE.rglob("*.html")) if FOLDER else []
 
 
 class Quiet(SimpleHTTPRequestHandler):
-    """Serves the site."""
+    """Serves the site without log messages."""
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -54,7 +54,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(autouse=True)
 def usual(request: pytest.FixtureRequest) -> None:
-    """A light desk, whatever the test before has set."""
+    """Sets the size of a desktop window and light colors."""
     if "browser" in request.fixturenames:
         browser: Browser = request.getfixturevalue("browser")
         browser.size(DESK)
@@ -62,7 +62,7 @@ def usual(request: pytest.FixtureRequest) -> None:
 
 
 class Links(HTMLParser):
-    """Addresses of a page, and the places in it that an address can name."""
+    """The links of a page, and the anchors that other pages can link to."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Links(HTMLParser):
 
 
 def test_no_link_is_broken() -> None:
-    """Files and places of the site exist; other addresses are whole ones."""
+    """Linked files and anchors of the site exist; other addresses are complete."""
     found = {SITE / page: Links(SITE / page) for page in pages()}
     assert len(found) > 30
     broken = []
@@ -102,12 +102,12 @@ CUT_OFF = """[...document.querySelectorAll('article :is(h1, h2, h3, p, li, dt, i
   .filter(one => !one.closest('.table-wrapper, pre, .headerlink'))
   .filter(one => one.getBoundingClientRect().right > innerWidth + 1)
   .map(one => one.innerText.slice(0, 40) || one.src)"""
-"""Parts that end to the right of the window, where a part around them may hide the rest."""
+"""Elements that extend beyond the right of the window, unless an ancestor hides that part."""
 
 
 @pytest.mark.parametrize("page", pages())
 def test_a_page_on_a_phone(browser: Browser, address: str, page: str) -> None:
-    """Nothing is missing, and only the parts that scroll are wider than the screen."""
+    """A page has no error, no missing picture, and no text that is cut off or below 15 px."""
     browser.size(PHONE)
     browser.open(f"{address}/{page}")
     assert browser.complaints() == []
@@ -136,7 +136,7 @@ GENERATED = {"index.html", "genindex.html", "search.html", "py-modindex.html"}
 
 
 def test_navigation_on_a_phone(browser: Browser, address: str) -> None:
-    """It is behind a button."""
+    """The navigation is hidden until its button is clicked."""
     browser.size(PHONE)
     browser.open(f"{address}/index.html")
     left = "document.querySelector('.sidebar-drawer').getBoundingClientRect().right"
@@ -168,7 +168,7 @@ def test_search(browser: Browser, address: str, words: str, page: str) -> None:
 
 
 def test_copy_buttons(browser: Browser, address: str) -> None:
-    """Each block has one; it copies the code and nothing else."""
+    """Each block of code has a button that copies exactly its code."""
     granted = ["clipboardReadWrite", "clipboardSanitizedWrite"]
     browser.call("Browser.grantPermissions", permissions=granted, origin=address)
     for page in ("index.html", "quick-start.html", "install.html"):
@@ -203,13 +203,13 @@ CONTRAST = """(() => {
   return seen.filter(one => one.innerText.trim() && !one.closest('.headerlink') && ratio(one) < 4.5)
     .map(one => `${one.innerText.slice(0, 30)}: ${ratio(one).toFixed(1)}`);
 })()"""
-"""Text whose contrast is below the 4.5 that WCAG asks for."""
+"""Elements whose contrast is below 4.5, the minimum of WCAG."""
 
 GROUND = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)"
 
 
 def test_dark_mode(browser: Browser, address: str) -> None:
-    """It follows the system, and a button changes it."""
+    """Colors follow the system's preference until a button changes them."""
     for scheme in ("light", "dark"):
         browser.prefer(scheme)
         browser.open(f"{address}/index.html")
@@ -231,7 +231,7 @@ def test_text_is_legible(browser: Browser, address: str, page: str, scheme: str)
 
 
 def test_two_doors(browser: Browser, address: str) -> None:
-    """They stand side by side, on a phone one below the other; each has code and a way on."""
+    """The two entries are side by side, on a phone below each other; both have code and links."""
     doors = "['i-train-models', 'i-write-kernels'].map(id => document.getElementById(id))"
     places = f"{doors}.map(one => [one.getBoundingClientRect().x, one.getBoundingClientRect().y])"
     browser.open(f"{address}/index.html")

@@ -1,4 +1,4 @@
-"""Runs the programs that were built along with this package."""
+"""Runs the programs that were built with this package."""
 
 import subprocess
 from pathlib import Path

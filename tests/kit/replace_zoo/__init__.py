@@ -1,1 +1,1 @@
-"""Modules that ``torchkiln.replace`` and ``torchkiln.fuse`` may change only in speed."""
+"""Modules for which ``torchkiln.replace`` and ``torchkiln.fuse`` must change nothing but speed."""

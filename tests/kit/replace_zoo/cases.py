@@ -1,4 +1,4 @@
-"""All cases."""
+"""Imports every file of cases, so that ``CASES`` is complete."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """``python -m replace_zoo.count``: write what ``torchkiln.replace`` finds in models to counts.json.
 
-It prints what was found before and is not found now.
+It prints each kind of replacement that the old file has and this run does not find.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FILE = Path(__file__).with_name("counts.json")
 
 
 def counts(report: Any) -> dict[str, int]:
-    """The replaced modules by kind; ``residual`` has the sums before norms."""
+    """Numbers of replaced modules by kind; ``residual`` counts sums before norms."""
     found: Counter[str] = Counter()
     for row in report.changed:
         found[row.kind] += 1
@@ -26,7 +26,7 @@ def counts(report: Any) -> dict[str, int]:
 
 
 def main() -> None:
-    """Count in all models."""
+    """Count the replaced modules of all models of transformers, and write counts.json."""
     import transformers  # noqa: PLC0415
 
     from replace_zoo import models  # noqa: PLC0415

@@ -1,8 +1,8 @@
-"""The judge: a changed model beside an untouched one.
+"""The judge: compares a changed model with an unchanged one.
 
-Two equal models are made, and one of them is changed. Both get the same calls, and what can be
-seen of each call is compared: results, gradients, buffers, attributes, random states, exceptions.
-Results and gradients may be as far from those of float64 as twice the original's, or a few roundings.
+Of two equal models one is changed. Both get the same calls. All that a call makes visible is
+compared: results, gradients, buffers, attributes, random states, exceptions. An error against
+float64 may be at most twice that of the unchanged model, or a few roundings.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
 }
 LARGEST_RATIO = 2.0
 MEAN_ROUNDINGS, WORST_ROUNDINGS, GRADIENT_ROUNDINGS = 2.0, 8.0, 4.0
-"""Errors in units of eps that a result may have anyway; gradients have several times as many."""
+"""Errors in units of eps that a result may always have; gradients may have several times more."""
 
 
 def error_of(found: Tensor, truth: Tensor) -> tuple[float, float]:
@@ -52,7 +52,7 @@ def error_of(found: Tensor, truth: Tensor) -> tuple[float, float]:
 
 
 def size_of(found: Iterable[Tensor]) -> float:
-    """The largest finite number of tensors."""
+    """The largest absolute value of all finite numbers."""
     flat = [x.detach().double().abs().flatten() for x in found if x.numel()]
     kept = torch.cat([x[x.isfinite()] for x in flat]) if flat else torch.zeros(0)
     return float(kept.max()) if kept.numel() else 0.0
@@ -63,8 +63,8 @@ def far(
 ) -> str:
     """A message if the error of ``two`` exceeds that of ``one`` by more than rounding; else "".
 
-    ``least`` is a size that roundings refer to. Where ``loose``, as for gradients, there may be a
-    number where the original has none, because a part of its formula overflows.
+    Roundings are relative to the largest number, at least to ``least``. With ``loose``, used for
+    gradients, ``two`` may be finite where a part of the formula of ``one`` overflows.
     """
     if one.shape != two.shape or one.dtype != two.dtype:
         return f"{two.dtype} {tuple(two.shape)}, not {one.dtype} {tuple(one.shape)}"
@@ -128,18 +128,18 @@ def differences(one: Seen, two: Seen, truth: Seen, eps: float) -> Iterator[str]:
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """An argument in another dtype."""
+    """A tensor of floats in another dtype; every other argument as it is."""
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def of_seed(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-    """A model, always the same one."""
+    """A model with the same random parameters in each call."""
     seeded(7)
     return make().to(dtype)
 
 
 def no_context(_: bool) -> AbstractContextManager[Any]:
-    """Nothing around a call."""
+    """A context that does nothing."""
     return nullcontext()
 
 
@@ -158,15 +158,15 @@ def same(
     """The differences between a model and its changed twin; none if the change is right.
 
     Args:
-        make: makes the model.
-        inputs: arguments of calls; a dict as the last one has keyword arguments.
-        change: a key of ``CHANGES``.
-        dtype: of parameters and arguments.
-        before: done to the models before one of them is changed.
-        after: done to both models later.
-        around: a context for the calls, given whether they are of training.
-        modes: how to call, in turn.
-        notes: gets what was replaced.
+    make: makes the model.
+    inputs: arguments of each call; if the last one is a dict, it holds keyword arguments.
+    change: a key of ``CHANGES``.
+    dtype: of parameters and arguments.
+    before: an action on both models before one of them is changed.
+    after: an action on both models after the change.
+    around: makes a context for a call from its ``training`` flag.
+    modes: the modes of the calls, in this order.
+    notes: a list to which the replacements are appended.
     """
     one, two, truth = (of_seed(make, t) for t in (dtype, dtype, torch.float64))
     for model in (one, two, truth):
@@ -226,25 +226,25 @@ def same(
     try:
         report.undo()
     except RuntimeError as error:
-        # documented: something else has changed the class since
+        # documented: undo() refuses a class that was changed later
         return problems if after and "changed the class" in str(error) else [*problems, str(error)]
     return problems + undone(one, two, [split(args, dtype) for args in inputs[:2]], around)
 
 
 def is_spoiled(seen: Seen) -> bool:
-    """Whether backward was refused since a saved tensor was changed."""
+    """Whether backward raised because a saved tensor was changed in place."""
     return bool(seen.raised) and "modified by an inplace operation" in str(seen.attributes)
 
 
 def split(args: tuple[Any, ...], dtype: torch.dtype) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments and keyword arguments in a dtype."""
+    """Positional and keyword arguments of a call, floating-point tensors cast to ``dtype``."""
     options = args[-1] if args and isinstance(args[-1], dict) else {}
     positional = args[: len(args) - bool(options)]
     return [cast(x, dtype) for x in positional], tree_map(lambda x: cast(x, dtype), options)
 
 
 def drops(model: nn.Module, given: Any) -> list[str]:
-    """Whether dropouts whose numbers are drawn otherwise are active."""
+    """A message if two calls in training have equal results: no dropout was active."""
     model.train()
     with torch.no_grad():
         one, two = (tensors(model(*given[0], **given[1])) for _ in range(2))

@@ -17,7 +17,7 @@ Rms = norm(lambda s, x: rms(x, s.eps) * s.weight, eps=lambda: 1e-6)
 
 
 class Layer(nn.Module):
-    """The parts of a decoder layer."""
+    """The submodules of a decoder layer, and a pre-norm forward."""
 
     def __init__(self, p: float = 0.0) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Layer(nn.Module):
 
 
 class InPlace(Layer):
-    """The sum is changed after the norm."""
+    """The sum is changed in place after the norm."""
 
     def forward(self, x: Tensor) -> Tensor:
         total = x + self.mix(x)
@@ -43,7 +43,7 @@ class InPlace(Layer):
 
 
 class Between(Layer):
-    """The sum is changed before the norm through another name."""
+    """The sum is changed in place before the norm, through a second variable."""
 
     def forward(self, x: Tensor) -> Tensor:
         total = x + self.mix(x)
@@ -53,7 +53,7 @@ class Between(Layer):
 
 
 class Summand(Layer):
-    """A summand is changed before the norm."""
+    """A summand is changed in place between the sum and the norm."""
 
     def forward(self, x: Tensor) -> Tensor:
         part = self.mix(x)
@@ -63,7 +63,7 @@ class Summand(Layer):
 
 
 class SumInPlace(Layer):
-    """A sum into the argument."""
+    """The sum is added to the argument in place."""
 
     def forward(self, x: Tensor) -> Tensor:
         x += self.mix(x)
@@ -71,7 +71,7 @@ class SumInPlace(Layer):
 
 
 class Counted(Layer):
-    """Effects between sum and norm."""
+    """The forward sets attributes and writes to ``EVENTS`` between the sum and the norm."""
 
     def forward(self, x: Tensor) -> Tensor:
         total = x + self.mix(x)
@@ -81,7 +81,7 @@ class Counted(Layer):
 
 
 class Random(Layer):
-    """Random numbers and a mode between sum and norm."""
+    """In training, about half of the calls return before the sum; the others add noise to it."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and torch.rand(()).item() < 0.5:
@@ -91,7 +91,7 @@ class Random(Layer):
 
 
 class Broadcast(Layer):
-    """A sum of two shapes, and one with a number."""
+    """The first sum broadcasts a summand, the next one adds a number."""
 
     def forward(self, x: Tensor) -> Tensor:
         total = x + self.mix(x).mean(0)
@@ -101,7 +101,7 @@ class Broadcast(Layer):
 
 
 class Detached(Layer):
-    """A sum whose parts have no gradient."""
+    """A summand is detached, and the result of the sum is detached after the norm."""
 
     def forward(self, x: Tensor) -> Tensor:
         total = x.detach() + self.mix(x)
@@ -110,7 +110,7 @@ class Detached(Layer):
 
 
 class Half(Layer):
-    """A sum of two dtypes."""
+    """The summands have two dtypes."""
 
     def forward(self, x: Tensor) -> Tensor:
         total = x + self.mix(x).bfloat16()
@@ -118,7 +118,7 @@ class Half(Layer):
 
 
 class Post(Layer):
-    """As BERT: dropout, sum and norm, and a dense layer with an activation."""
+    """A layer as in BERT: dropout, sum, norm; then dense layers with an activation."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.drop(self.mix(x)) + x)
@@ -126,7 +126,7 @@ class Post(Layer):
 
 
 class Hidden(Layer):
-    """The result of a dense layer is used again, and an activation in place."""
+    """The result of a dense layer is used after its activation, which may be in place."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.fc1(x)
@@ -134,7 +134,7 @@ class Hidden(Layer):
 
 
 class Exchanged(Layer):
-    """A submodule is exchanged in each call."""
+    """Each call exchanges the two norms between the sum and the norm."""
 
     def forward(self, x: Tensor) -> Tensor:
         total = x + self.mix(x)
@@ -143,7 +143,7 @@ class Exchanged(Layer):
 
 
 class Refused(Layer):
-    """Raises between the sum and the norm."""
+    """A matrix raises an error between the sum and the norm."""
 
     def forward(self, x: Tensor) -> Tensor:
         total = x + self.mix(x)
@@ -186,14 +186,14 @@ for path, make in {
 
 
 class Doubled(nn.Module):
-    """A parametrization."""
+    """The parametrization of a weight by twice its value."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 2 * x
 
 
 def keep(model: Any) -> None:
-    """Hold a result with its graph, by a hook, and a product of parameters."""
+    """Keep a result with its graph by a hook, and a product of parameters as an attribute."""
     model[1].register_forward_hook(lambda m, a, y: setattr(m, "features", y))
     model(draw(2, SIZE).to(model[0].weight.dtype))
     model[1].extra = [model[1].weight * 2]

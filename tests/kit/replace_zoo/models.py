@@ -24,7 +24,7 @@ HEADS = {
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES": "pair",
     "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES": "image",
 }
-"""Names of classes by family, and what the models take."""
+"""The argument that models take, by the name of transformers' table of classes."""
 
 SIZES: tuple[tuple[str, Any], ...] = (
     (r"vocab_size|.*_vocab_size", TOKENS),
@@ -48,9 +48,9 @@ SIZES: tuple[tuple[str, Any], ...] = (
 
 
 def shrink(config: Any, heads: int) -> None:
-    """Set the sizes of a configuration, and of those in it, to small numbers.
+    """Set the sizes of a configuration, and of the configurations in it, to small numbers.
 
-    ``heads`` are those of keys and values, of 4 heads of queries.
+    ``heads``: the number of heads of keys and values, for 4 heads of queries.
     """
     small = {}
     for name, value in vars(config).items():
@@ -69,7 +69,7 @@ def shrink(config: Any, heads: int) -> None:
 
 
 def families() -> dict[str, tuple[str, str]]:
-    """Each type of model with the class for its first head, and what the class takes."""
+    """Types of models; for each its class with the first head of ``HEADS``, and its argument."""
     found: dict[str, tuple[str, str]] = {}
     for head, takes in HEADS.items():
         for kind, names in getattr(modeling_auto, head).items():
@@ -79,7 +79,7 @@ def families() -> dict[str, tuple[str, str]]:
 
 
 def build(kind: str, heads: int) -> Any:
-    """A small model with random parameters; raises anything if it cannot be made."""
+    """A small model with random parameters. Raises any exception if it cannot be made."""
     config_class = CONFIG_MAPPING[kind]
     config = config_class()
     shrink(config, heads)
@@ -111,7 +111,7 @@ def batch(takes: str) -> dict[str, Tensor]:
 
 
 class Run:
-    """Results and gradients of a training step; and the calls of hooks in another forward."""
+    """Results and gradients of a training step; then the calls per module in a second forward."""
 
     def __init__(self, model: nn.Module, given: dict[str, Tensor]) -> None:
         torch.manual_seed(5)
@@ -128,11 +128,11 @@ class Run:
         hooks = [m.register_forward_hook(self.counted(n)) for n, m in model.named_modules()]
         with torch.no_grad():
             model(**given)
-        for hook in hooks:  # models of OpenAI GPT have their activation in common
+        for hook in hooks:  # OpenAI GPT shares a module of its activation between models
             hook.remove()
 
     def counted(self, name: str) -> Callable[..., None]:
-        """A hook that counts the calls of a module."""
+        """A hook that counts the calls of the module ``name``."""
 
         def hook(*_: Any) -> None:
             self.calls[name] += 1
@@ -141,7 +141,7 @@ class Run:
 
 
 def outcome(kind: str, change: Callable[[nn.Module], Any] | None = None) -> tuple[Run, Any]:
-    """The training step of a model, after a change, and the report of the change."""
+    """Change a model, run a training step; returns the run and the report of the change."""
     for heads in (2, 4):
         try:
             with warnings.catch_warnings():
@@ -158,7 +158,7 @@ def outcome(kind: str, change: Callable[[nn.Module], Any] | None = None) -> tupl
 
 
 def nudged(seed: int) -> Callable[[nn.Module], None]:
-    """A change of all parameters by about a rounding."""
+    """A change that multiplies each parameter by 1 with a random error of about a rounding."""
 
     @torch.no_grad()
     def nudge(model: nn.Module) -> None:
@@ -170,19 +170,19 @@ def nudged(seed: int) -> Callable[[nn.Module], None]:
 
 
 def worst_error(run: Run, wide: Run) -> float:
-    """The largest error of gradients."""
+    """The largest error of all gradients against float64."""
     pairs = zip(run.gradients.values(), wide.gradients.values(), strict=True)
     found = [error_of(a, b)[1] for a, b in pairs if a is not None and b is not None]
     return max(found, default=0.0)
 
 
 def problems(kind: str, change: Callable[[nn.Module], Any]) -> tuple[list[str], Any]:
-    """The differences between a model and a changed one, and the report."""
+    """The differences between a model and its changed twin, and the report of the change."""
     one, _ = outcome(kind)
     two, report = outcome(kind, change)
     try:
         wide, _ = outcome(kind, nn.Module.double)
-    except Exception:  # not all models run in float64
+    except Exception:  # not every model runs in float64
         wide = one
     found = []
     if one.calls != two.calls:
@@ -191,7 +191,7 @@ def problems(kind: str, change: Callable[[nn.Module], Any]) -> tuple[list[str], 
     if not torch.equal(one.state, two.state):
         found.append("random state")
     scale = size_of(g for g in one.gradients.values() if g is not None)
-    # A change of parameters in the last bit moves gradients as much as another order of sums does.
+    # Changing parameters in the last bit moves gradients as much as another order of sums does.
     originals = [one, *(outcome(kind, nudge)[0] for nudge in map(nudged, (1, 2)))]
     worst = max(worst_error(run, wide) for run in originals)
     eps = max(4 * torch.finfo(torch.float32).eps, worst / (4 * scale) if scale else 0.0)

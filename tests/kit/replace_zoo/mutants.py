@@ -1,7 +1,7 @@
-"""Generated mutants: forwards that are recognised, each with one change.
+"""Generated mutants: forwards that replace() recognises, each with one change.
 
-A mutant is the source of a class. One expression of its forward is wrapped, or a number, an
-operator or a name is another one, or a statement is moved, left out or added.
+A mutant is the source of a class. In its forward an expression is wrapped, a number, operator or
+name is replaced, or a statement is moved, deleted or added.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from replace_zoo.zoo import draw
 
 @dataclass(frozen=True)
 class Mutant:
-    """A class by its source."""
+    """The source of one class, its kind, and the body of its forward."""
 
     kind: str
     body: str
@@ -44,7 +44,7 @@ class Mutant:
 
 
 def is_tensor(node: ast.AST) -> bool:
-    """Whether an expression may be a tensor that can be wrapped."""
+    """Whether an expression may be a tensor, so that a function can be called on it."""
     if isinstance(node, ast.Name):
         return node.id in "xyzhdvgu" and isinstance(node.ctx, ast.Load)
     return isinstance(node, (ast.BinOp, ast.Call)) or (
@@ -55,7 +55,7 @@ def is_tensor(node: ast.AST) -> bool:
 def places(
     tree: ast.Module, kind: type | tuple[type, ...]
 ) -> list[tuple[ast.AST, str, int | None]]:
-    """Parents, fields and indices of the expressions of a kind."""
+    """Parent, field and index of each expression of a kind."""
     return [
         (parent, name, index)
         for parent in ast.walk(tree)
@@ -66,7 +66,7 @@ def places(
 
 
 def set_at(place: tuple[Any, str, int | None], new: ast.AST) -> None:
-    """Put an expression at a place."""
+    """Replace the expression at (parent, field, index)."""
     parent, name, index = place
     if index is None:
         setattr(parent, name, new)
@@ -75,13 +75,13 @@ def set_at(place: tuple[Any, str, int | None], new: ast.AST) -> None:
 
 
 def get_at(place: tuple[Any, str, int | None]) -> Any:
-    """The expression at a place."""
+    """The expression at (parent, field, index)."""
     value = getattr(place[0], place[1])
     return value if place[2] is None else value[place[2]]
 
 
 def wrap(tree: ast.Module, drawn: random.Random) -> None:
-    """Wrap an expression; a case of its own has the functions that nets leave out."""
+    """Call a function on an expression. Nets do not get the wrappers with ``apply``."""
     is_net = any(isinstance(n, ast.Attribute) and n.attr == "bn" for n in ast.walk(tree))
     wrappers = [w for w in WRAPPERS if not (is_net and ".apply" in w)]
     place = drawn.choice([p for p in places(tree, ast.expr) if is_tensor(get_at(p))])
@@ -90,7 +90,7 @@ def wrap(tree: ast.Module, drawn: random.Random) -> None:
 
 
 def number(tree: ast.Module, drawn: random.Random) -> None:
-    """Change a number, or a flag."""
+    """Change a number, or negate a flag."""
     found = [p for p in places(tree, ast.Constant) if not isinstance(get_at(p).value, str | None)]
     if not found:
         return wrap(tree, drawn)
@@ -103,7 +103,7 @@ def number(tree: ast.Module, drawn: random.Random) -> None:
 
 
 def operator(tree: ast.Module, drawn: random.Random) -> None:
-    """Change an operator, or exchange its operands."""
+    """Change a binary operator, or exchange its operands."""
     found = places(tree, ast.BinOp)
     if not found:
         return wrap(tree, drawn)
@@ -116,7 +116,7 @@ def operator(tree: ast.Module, drawn: random.Random) -> None:
 
 
 def name(tree: ast.Module, drawn: random.Random) -> None:
-    """Call another function or submodule."""
+    """Replace the name of a function or submodule by that of another."""
     nodes = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in SWAPS]
     if not nodes:
         return wrap(tree, drawn)
@@ -126,7 +126,7 @@ def name(tree: ast.Module, drawn: random.Random) -> None:
 
 
 def statement(tree: ast.Module, drawn: random.Random) -> None:
-    """Add, move, repeat or leave out a statement, or return more."""
+    """Add, move, repeat or delete a statement, or return more."""
     at = drawn.randrange(len(tree.body))
     what = drawn.random()
     if what < 0.6:
@@ -155,7 +155,7 @@ MUTATIONS: tuple[Callable[[ast.Module, random.Random], None], ...] = (
 
 
 def text_of(kind: str, body: str, index: str) -> str:
-    """The source of a class."""
+    """The source of the class M``index`` with this body as its forward."""
     arguments = "self, x, z" if kind == "gated" else "self, x"
     pad = "\n        "
     init = INITS[kind].replace("{}", pad.lstrip("\n"))
@@ -170,7 +170,7 @@ def text_of(kind: str, body: str, index: str) -> str:
 
 
 def mutants(seed: int, count: int) -> Iterator[Mutant]:
-    """Drawn mutants of all kinds."""
+    """Yields ``count`` mutants of all kinds, drawn from ``seed``."""
     drawn = random.Random(seed)
     for index in range(count):
         kind = drawn.choice(list(BODIES))
@@ -184,18 +184,18 @@ def mutants(seed: int, count: int) -> Iterator[Mutant]:
 
 
 def chunk(index: int, size: int = 20) -> list[Mutant]:
-    """A part of the mutants."""
+    """Part ``index`` of all mutants: ``size`` of them, drawn from a seed of their own."""
     return list(mutants(1000 + index, size))
 
 
 def originals() -> list[Mutant]:
-    """The forwards without a change."""
+    """The unchanged forwards."""
     pairs = [(kind, body) for kind, bodies in BODIES.items() for body in bodies]
     return [Mutant(k, b, text_of(k, b, str(i))) for i, (k, b) in enumerate(pairs)]
 
 
 def written(found: list[Mutant], folder: Path) -> ModuleType:
-    """A module of classes M0, M1, and so on."""
+    """Writes the classes M0, M1, … to a file and imports it as a module."""
     path = folder / "zoo_mutants.py"
     path.write_text(HEAD + "".join(mutant.source for mutant in found))
     spec = importlib.util.spec_from_file_location(f"zoo_mutants_{id(found)}", path)
@@ -215,7 +215,7 @@ MODES = (lambda: Mode(True), lambda: Mode(False), lambda: Mode(False, torch.no_g
 
 
 def problems(mutant: Mutant, cls: Any, notes: list[str] | None = None) -> list[str]:
-    """What ``replace`` or ``fuse`` does to a mutant."""
+    """Differences between a mutant and its copy that ``replace`` or ``fuse`` has changed."""
     inputs: list[tuple[Tensor, ...]] = list(IMAGES if mutant.kind == "net" else ROWS)
     if mutant.kind == "gated":
         inputs = [(x, x.flip(0) * 0.5) for (x, *_) in inputs]

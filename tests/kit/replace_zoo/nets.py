@@ -19,7 +19,7 @@ def conv(channels: int = 4) -> nn.Module:
 
 
 def bn() -> nn.BatchNorm2d:
-    """A batch norm whose parameters and statistics are drawn."""
+    """A batch norm with random parameters and running statistics."""
     new = nn.BatchNorm2d(4)
     for x in (new.weight, new.bias, new.running_mean, new.running_var):
         assert x is not None
@@ -35,7 +35,7 @@ def big() -> nn.BatchNorm2d:
 
 
 def block(form: Any, **more: Any) -> Any:
-    """Makes blocks of two convolutions and batch norms."""
+    """Returns a function that makes modules with two convolutions and two batch norms."""
     parts = {"conv": conv, "bn": bn, "bn2": bn, "relu": nn.ReLU, "calls": 0, "kept": list}
     return module(form, **(parts | more))
 

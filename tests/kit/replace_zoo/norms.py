@@ -1,4 +1,4 @@
-"""Norms that are nearly those of torchkiln."""
+"""Norms that differ slightly from torchkiln's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from replace_zoo.zoo import (
 
 @dataclasses.dataclass
 class Config:
-    """Settings of a norm."""
+    """A configuration that holds the eps of a norm."""
 
     eps: float
 
@@ -54,7 +54,7 @@ FORMS = {
 LOW = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 for name, form in FORMS.items():
     add(f"0-norm-{name}", norm(form), [*ROWS, (draw(0, SIZE),)], dtypes=LOW)
-    cold = {"weight": lambda: weight().detach(), "bias": lambda: bias().detach()}  # no parameters
+    cold = {"weight": lambda: weight().detach(), "bias": lambda: bias().detach()}  # no Parameters
     add(f"0-norm-{name}-buffers", module(form, **cold))
     turned = draw(2, SIZE, 3).transpose(1, 2), draw(2, 3, 4, SIZE).permute(0, 2, 1, 3)
     sliced = draw(2, 3, 2 * SIZE)[..., ::2]
@@ -78,7 +78,7 @@ for name, make in {
 
 
 class Half(nn.Module):
-    """Half precision before a norm of another dtype."""
+    """Casts to bfloat16, before a norm of another dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.bfloat16()

@@ -1,4 +1,4 @@
-"""Calls of a model, and all that they show."""
+"""Calls of a model, and everything that can be observed of a call."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 EVENTS: list[Any] = []
-"""Effects outside of a module: hooks and forwards of the zoo write them here."""
+"""Effects outside of a module: hooks and forwards of the zoo append them here."""
 
 HOOKS = tuple(vars(nn.Module()))
-"""Attributes of every module; those of the class's own are compared."""
+"""Attributes that every module has. All others are compared."""
 
 Inputs = Sequence[tuple[Any, ...]]
 Action = Callable[[Any], Any]
@@ -29,7 +29,7 @@ Action = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Mode:
-    """How the models are called."""
+    """The mode of a call: training or eval, and a context for gradients."""
 
     training: bool
     grad: AbstractContextManager[Any] = field(default_factory=nullcontext)
@@ -48,7 +48,7 @@ MODES: tuple[Callable[[], Mode], ...] = (
 
 
 class Precision(TorchDispatchMode):
-    """The largest eps of the dtypes that a model computes in."""
+    """Records the largest eps of the dtypes in which a model computes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -64,13 +64,13 @@ class Precision(TorchDispatchMode):
 
 
 def tensors(tree: Any) -> list[Tensor]:
-    """The tensors of a result."""
+    """All tensors in a nested result."""
     return [x for x in tree_flatten(tree)[0] if isinstance(x, Tensor)]
 
 
 @dataclass
 class Seen:
-    """All that a call shows."""
+    """Everything that can be observed of one call."""
 
     raised: str = ""
     form: Any = None
@@ -86,7 +86,7 @@ class Seen:
 
 
 class About(float):
-    """A number that is equal to others near it."""
+    """A number that is equal to every number within 1 %."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -98,7 +98,7 @@ class About(float):
 
 
 def shown(value: Any, depth: int = 3) -> Any:
-    """An attribute in a form that can be compared; tensors by their shape and size."""
+    """An attribute as a value that can be compared; of a tensor dtype, shape and norm."""
     if type(value) in (Tensor, nn.Parameter):
         size = About(value.detach().double().nan_to_num().norm())
         return ("tensor", value.dtype, tuple(value.shape), size, value.requires_grad)
@@ -114,7 +114,7 @@ def shown(value: Any, depth: int = 3) -> Any:
 
 
 def attributes_of(model: nn.Module) -> dict[str, Any]:
-    """What the modules of a model hold beside parameters, buffers, children and hooks."""
+    """The attributes of all modules, without parameters, buffers, children and hooks."""
     return {
         f"{name}.{key}": shown(value)
         for name, module in model.named_modules(remove_duplicate=False)
@@ -124,13 +124,13 @@ def attributes_of(model: nn.Module) -> dict[str, Any]:
 
 
 def seeded(seed: int) -> None:
-    """Seed torch, without GPUs, and Python."""
+    """Seed torch's CPU generator and Python's random."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
 
 
 def own(x: Any, *, needs_grad: bool) -> Any:
-    """A leaf with the values and strides of an argument."""
+    """A new leaf with the values and strides of an argument; a deep copy if it is no tensor."""
     if not isinstance(x, Tensor):
         return copy.deepcopy(x)
     new = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x.detach())
@@ -140,7 +140,7 @@ def own(x: Any, *, needs_grad: bool) -> Any:
 def outcome(
     model: nn.Module, given: Any, mode: Mode, seed: int, around: Action, *, wide: bool = False
 ) -> Seen:
-    """Call a model, and go backward if the results have a graph; ``wide`` records its dtypes."""
+    """Call a model, and run backward if results require it; with ``wide`` eps is recorded."""
     seen = Seen()
     model.train(mode.training)
     model.zero_grad()
@@ -159,7 +159,7 @@ def outcome(
             seen.events = list(EVENTS)
             EVENTS.clear()
             backward(seen.results, seed)
-        except Exception as error:  # forwards raise anything
+        except Exception as error:  # a forward may raise any exception
             seen.raised = type(error).__name__
             seen.attributes = str(error)[:200]
             return seen
@@ -175,7 +175,7 @@ def outcome(
 
 
 def backward(results: Iterable[Tensor], seed: int) -> None:
-    """Gradients of all results, with drawn cotangents."""
+    """Run backward from all results, with random gradients of them."""
     roots = [y for y in results if y.requires_grad and y.is_floating_point()]
     generator = torch.Generator().manual_seed(seed)
     if roots:
@@ -184,7 +184,7 @@ def backward(results: Iterable[Tensor], seed: int) -> None:
 
 
 def forms(made: Any, passed: list[Any]) -> list[Any]:
-    """Structure, dtype, shape, strides and aliases of the results."""
+    """Structure, dtypes, shapes, strides and aliases of the results."""
     flat, tree = tree_flatten(made)
     found: list[Any] = [str(tree)]
     for y in flat:

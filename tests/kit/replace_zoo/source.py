@@ -1,7 +1,7 @@
 """Mutants of forwards that ``torchkiln.replace`` rewrites from their source.
 
-A mutant is a forward with one change, drawn from a seed: in its statements, or of its submodules
-after the replacement. Two models of one mutant have equal parameters; one of them is replaced.
+A mutant is a forward with one change, drawn from a seed: of its statements, or of its submodules
+after the replacement. Two models of a mutant have equal parameters; one of them is replaced.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 import torchkiln
 
 COUNT = 2000
-"""Mutants of a full run."""
+"""Number of mutants in a full run."""
 
 SIZE = 16
 
@@ -87,15 +87,15 @@ INSIDE = (
 )
 
 EFFECTS = ("log", "write", "swap", "raise", "random", "weight", "same")
-"""What ``effect`` and hooks do."""
+"""Actions of ``effect`` and of hooks."""
 
 
 class Effect(nn.Module):
-    """A submodule with an effect on its argument or on its parent."""
+    """A submodule whose call changes its argument or its parent."""
 
     def __init__(self, parent: Any) -> None:
         super().__init__()
-        self.parent = [parent]  # no submodule
+        self.parent = [parent]  # in a list, so that it is not registered as a submodule
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.parent[0].hook(self, (), x)
@@ -103,7 +103,7 @@ class Effect(nn.Module):
 
 
 class Base(nn.Module):
-    """The submodules of all forwards, and what changes them."""
+    """The submodules that the forwards use, and the actions that change them."""
 
     def __init__(self, kind: str, one: str, other: str) -> None:
         super().__init__()
@@ -116,25 +116,25 @@ class Base(nn.Module):
         spares |= {f"norm{i}": nn.LayerNorm(SIZE, 1.0).double() for i in ("", 2)}
         for name in ("q", "k", "v", "o", "fc", "fc2", "mix"):
             spares[name] = nn.Linear(SIZE, SIZE).double()
-        for name, spare in spares.items():  # no submodules yet, so they keep their forwards
+        for name, spare in spares.items():  # not registered, so not replaced
             vars(self)[f"spare_{name}"] = spare
         self.effect = Effect(self)
         self.kind, self.names, self.log = kind, (one, other), list[Any]()
-        self.is_found = False  # the search for replacements runs submodules
+        self.is_found = False  # effects are off while replace() searches, as it runs submodules
 
     @property
     def twin(self) -> Base:
-        """Another name of the model."""
+        """The model itself; reading it is logged."""
         self.log.append("twin")
         return self
 
     def wrap(self, x: Tensor) -> Tensor:
-        """A method with an effect."""
+        """Returns x; the call is logged."""
         self.log.append("wrap")
         return x
 
     def hook(self, _: Any, __: Any, x: Any) -> Any:
-        """Changes a tensor or the model."""
+        """Runs the action of ``kind`` on the tensor or the model."""
         one, other = self.names
         if not self.is_found:
             return x
@@ -154,17 +154,17 @@ class Base(nn.Module):
 
 
 def adapted(model: Any, name: str) -> None:
-    """Wrap a submodule, as adapters do."""
+    """Put a submodule into a sequence before a tanh, as adapters wrap layers."""
     setattr(model, name, nn.Sequential(getattr(model, name), nn.Tanh()))
 
 
 def parametrized(model: Any, name: str) -> None:
-    """Compute a parameter from another."""
+    """Parametrize a weight by its tanh."""
     parametrize.register_parametrization(getattr(model, name), "weight", nn.Tanh())
 
 
 def own_forward(model: Any, name: str) -> None:
-    """Give one submodule another forward."""
+    """Set ``forward`` of one submodule to twice its result."""
     module = getattr(model, name)
     module.forward = lambda x: type(module).forward(module, x) * 2
 
@@ -192,12 +192,12 @@ CHANGES: dict[str, Callable[[Any, str], Any]] = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """A forward with one change."""
+    """A forward with one change, and the effect and names of submodules for its actions."""
 
     seed: int
     body: str
     change: str
-    """The change of a submodule after the replacement."""
+    """The key in ``CHANGES`` of what is done to a submodule after the replacement."""
     effect: str
     names: tuple[str, str]
 
@@ -205,7 +205,7 @@ class Mutant:
         return f"mutant {self.seed}: {self.change}, {self.effect}, {self.names}:\n{self.body}"
 
     def cls(self) -> type[Base]:
-        """A class with the forward."""
+        """A class with this forward, whose source linecache has."""
         lines = [f"        {line}\n" for line in self.body.split("\n")]
         lines = ["class Net(Base):\n", "    def forward(self, x, r):\n", *lines]
         name = f"<mutant {self.seed}>"
@@ -217,7 +217,7 @@ class Mutant:
 
 
 def mutant(seed: int) -> Mutant:
-    """The mutant of a seed."""
+    """The mutant that is drawn from a seed."""
     draw = random.Random(seed)
     lines = list(FORWARDS[seed % len(FORWARDS)])
     text = "\n".join(lines)
@@ -259,7 +259,7 @@ def mutant(seed: int) -> Mutant:
 
 
 def outcome(model: Base, seed: int) -> list[Any]:
-    """Results, gradients, effects, exceptions and the random state of two calls."""
+    """Results, gradients, logged effects, exceptions and random states of two calls."""
     found: list[Any] = []
     for call in range(2):
         torch.manual_seed(seed + call)
@@ -282,7 +282,7 @@ def outcome(model: Base, seed: int) -> list[Any]:
 
 
 def difference(one: Any, other: Any) -> str:
-    """The first place where two outcomes are unlike; empty if there is none."""
+    """The first place where two outcomes differ, as text; "" if they are equal."""
     if isinstance(one, (list, tuple)):
         if type(one) is not type(other) or len(one) != len(other):
             return f"{one} and {other}"
@@ -301,7 +301,7 @@ def difference(one: Any, other: Any) -> str:
 
 
 def check(mutant: Mutant) -> str:
-    """How a replaced mutant differs from the original; empty if it does not."""
+    """The difference of a replaced mutant from the original, also after undo(); "" if none."""
     cls = mutant.cls()
     models = []
     for _ in range(2):
@@ -314,9 +314,9 @@ def check(mutant: Mutant) -> str:
         try:
             CHANGES[mutant.change](model, mutant.names[0])
         except (AttributeError, ValueError):
-            return ""  # a submodule without parameters
+            return ""  # the submodule has no parameter to change
     found = difference(outcome(was, mutant.seed), outcome(now, mutant.seed))
-    if not any(map(parametrize.is_parametrized, now.modules())):  # it has changed the class
+    if not any(map(parametrize.is_parametrized, now.modules())):  # else undo() refuses
         report.undo()
         found = found or difference(outcome(was, mutant.seed), outcome(now, mutant.seed))
     linecache.cache.pop(f"<mutant {mutant.seed}>", None)

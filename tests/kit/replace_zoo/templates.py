@@ -1,4 +1,4 @@
-"""Forwards that are recognised, and what a mutant may change in them."""
+"""Forwards that ``replace`` recognises, and the statements that mutants exchange in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activations and gated units that are nearly those of torchkiln."""
+"""Activations and gated units that differ slightly from torchkiln's."""
 
 from __future__ import annotations
 
@@ -139,12 +139,12 @@ UNIT = [(x,) for (x,) in ROWS if x.abs().max() < 1e3] + [(draw(2, 4, SIZE, scale
 
 
 def unit(form: Any, **more: Any) -> Any:
-    """Makes gated units."""
+    """Returns a function that makes gated units with this forward."""
     return module(form, **(WIDE | more))
 
 
 def swish(s: Any, x: Tensor) -> Tensor:
-    """The usual unit; the act and dropouts are submodules."""
+    """Swish-gated unit whose activation and dropouts are submodules."""
     h = s.act(s.gate(x)) * s.up(x)
     return s.out(s.down(s.drop(h)))
 
@@ -184,7 +184,7 @@ for limit in (1.0, 7.0, 100.0):
 
 
 class Dropped(nn.Module):
-    """A dropout of one's own."""
+    """A dropout that is not torch's: it multiplies by a random mask itself."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.bernoulli(torch.full_like(x, 0.5)) * 2 if self.training else x
@@ -236,7 +236,7 @@ for kinds in (("silu", "gelu"), ("gelu", "silu")):
 
 
 def hooked(child: str, kind: str) -> Any:
-    """An action that hooks a child; a hook changes the result or writes an event."""
+    """An action that adds a hook to a child. The hook changes a tensor or appends to ``EVENTS``."""
 
     def act(model: nn.Module) -> None:
         target: Any = model.get_submodule(child)

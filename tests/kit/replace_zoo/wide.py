@@ -1,4 +1,4 @@
-"""Wide layers of one input, losses and softmax."""
+"""Wide linear layers that share an input, losses and softmax."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH = 512
 
 
 class Wide(nn.Module):
-    """Query, key and value of one variable."""
+    """Layers for query, key and value that read the same variable."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Wide(nn.Module):
 
 
 class FrozenWide(Wide):
-    """Frozen layers keep nothing of the input."""
+    """The input is zeroed before backward. Frozen layers save no input, so backward works."""
 
     def forward(self, x: Tensor) -> Tensor:
         q, k = self.q(x), self.k(x)
@@ -39,7 +39,7 @@ class FrozenWide(Wide):
 
 
 class SpoiledWide(Wide):
-    """The input changes before backward, which raises."""
+    """The input is zeroed before backward, which therefore raises."""
 
     def forward(self, x: Tensor) -> Tensor:
         q, k = self.q(x), self.k(x)
@@ -48,7 +48,7 @@ class SpoiledWide(Wide):
 
 
 class Alias(Wide):
-    """The input changes between the calls through a view."""
+    """The input is changed through a view between the calls of two layers."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = x[..., 0]
@@ -58,7 +58,7 @@ class Alias(Wide):
 
 
 class Chosen(Wide):
-    """A layer is exchanged between the calls."""
+    """Two layers are exchanged between the calls."""
 
     def choose(self) -> None:
         self.k, self.v = self.v, self.k
@@ -70,7 +70,7 @@ class Chosen(Wide):
 
 
 class Checked(Wide):
-    """Raises between the calls."""
+    """A single row raises an error between the calls."""
 
     def forward(self, x: Tensor) -> Tensor:
         q = log(self.q(x))
@@ -85,7 +85,7 @@ for cls in (Wide, FrozenWide, SpoiledWide, Alias, Chosen, Checked):
 
 
 class Loss(nn.Module):
-    """A loss in a forward, with a temperature."""
+    """A model that computes a loss in forward, with a temperature and options."""
 
     def __init__(self, scale: float = 1.0, **options: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The list of cases, and what the modules of the zoo are made of."""
+"""The list of cases, and parts from which modules of the zoo are made."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZE = 16
 
 @dataclass(frozen=True)
 class Case:
-    """A model and how it is changed and called."""
+    """A model, its change, and the calls that are compared."""
 
     make: Make
     inputs: Inputs
@@ -33,10 +33,10 @@ class Case:
     dtypes: Sequence[torch.dtype] = (torch.float32,)
     modes: Sequence[Callable[[], Mode]] = MODES
     alone: bool = False
-    """Whether it needs a process of its own, which a fault may crash."""
+    """Whether the case runs in a process of its own, because a fault may crash it."""
 
     def problems(self) -> list[str]:
-        """What the change does to the model, by dtype."""
+        """Differences between the changed model and the original, each with its dtype."""
         return [
             f"{dtype}: {text}"
             for dtype in self.dtypes
@@ -54,24 +54,24 @@ class Case:
 
 
 CASES: dict[str, Case] = {}
-"""By names that begin with the number of the fault that they look for."""
+"""Cases by name. A name begins with the number of the fault that the case would show."""
 
 
 def draw(*shape: int, scale: float = 1.0) -> Tensor:
-    """Normally distributed numbers, always the same ones for a shape."""
+    """Normally distributed numbers; the same ones for each call with the same shape."""
     generator = torch.Generator().manual_seed(sum(shape) + len(shape))
     return torch.randn(shape, generator=generator, dtype=torch.float64).mul(scale).float()
 
 
 def ranks(size: int = SIZE) -> list[tuple[Tensor]]:
-    """Rows of one to four dimensions and magnitudes from 1e-3 to 1e5."""
+    """Tensors of one to four dimensions, with magnitudes from 1e-3 to 1e5."""
     scales = {(size,): 1.0, (3, size): 60.0, (2, 3, size): 1.0, (2, 4, size): 1e-3}
     scales |= {(2, 2, 3, size): 1e5, (2, 2, size): 1e3, (4, size): 8.0}
     return [(draw(*shape, scale=scale),) for shape, scale in scales.items()]
 
 
 def images(channels: int = 4, scale: float = 1.0) -> list[tuple[Tensor]]:
-    """Images of both layouts and several magnitudes."""
+    """Images in NCHW and channels-last, with several magnitudes."""
     x = draw(2, channels, 5, 5, scale=scale)
     return [(x,), (x.to(memory_format=torch.channels_last) * 3 + 1,), (30 * x - 2,)]
 
@@ -81,7 +81,7 @@ IMAGES = images()
 
 
 def add(name: str, make: Make, inputs: Inputs = ROWS, change: str = "replace", **more: Any) -> None:
-    """Add a case."""
+    """Add a case to ``CASES``."""
     assert name not in CASES, name
     CASES[name] = Case(make, inputs, change, **more)
 
@@ -98,15 +98,15 @@ def centre(x: Tensor, eps: float = 1e-5) -> Tensor:
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """The usual approximation by hand."""
+    """The tanh approximation of GELU, written out."""
     return 0.5 * x * (1 + torch.tanh(0.7978845608028654 * (x + 0.044715 * x.pow(3))))
 
 
 def module(forward: Forward, **attributes: Any) -> Make:
-    """Makes modules with a forward; tensors and functions without arguments are called or copied.
+    """Returns a function that makes modules with this forward and these attributes.
 
-    An attribute that is a function is called for each module, so that modules share nothing but
-    the class, which is that of the forward.
+    An attribute that can be called is called for each module, so that modules share only their
+    class. There is one class per forward.
     """
 
     def made() -> nn.Module:
@@ -120,7 +120,7 @@ def module(forward: Forward, **attributes: Any) -> Make:
 
 @functools.cache
 def class_of(forward: Forward) -> type[nn.Module]:
-    """The class of modules with a forward."""
+    """A class of modules with this forward; the same one in each call."""
     return type("Zoo", (nn.Module,), {"forward": forward})
 
 
@@ -135,35 +135,35 @@ def bias(size: int = SIZE) -> nn.Parameter:
 
 
 def linear(one: int = SIZE, other: int = SIZE, **options: Any) -> Callable[[], nn.Linear]:
-    """Makes linear layers."""
+    """Returns a function that makes linear layers."""
     return lambda: nn.Linear(one, other, **options)
 
 
 def norm(forward: Forward, **attributes: Any) -> Make:
-    """Makes norms with a weight, and with a bias if the forward reads one."""
+    """Returns a function that makes norms with a weight, and a bias if the forward reads one."""
     given = {"bias": bias} if "bias" in forward.__code__.co_names else {}
     return module(forward, weight=weight, **given, **attributes)
 
 
 def several(*makes: Make) -> Make:
-    """Makes a sequence."""
+    """Returns a function that makes a sequence of modules."""
     return lambda: nn.Sequential(*(make() for make in makes))
 
 
 def log(x: Any) -> Any:
-    """An effect outside of the module."""
+    """Returns x and appends to ``EVENTS``, an effect outside of the module."""
     EVENTS.append("log")
     return x
 
 
 def put(path: str, make: Callable[[], Any]) -> Action:
-    """An action that sets an attribute of a submodule."""
+    """An action that sets the attribute at ``path`` of the model."""
     parent, _, name = path.rpartition(".")
     return lambda model: setattr(model.get_submodule(parent), name, make())
 
 
 class Straight(torch.autograd.Function):
-    """GELU with the gradient 1."""
+    """GELU whose backward passes the gradient on unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
@@ -175,7 +175,7 @@ class Straight(torch.autograd.Function):
 
 
 class Guided(torch.autograd.Function):
-    """Relu whose gradient is that of positive numbers alone."""
+    """Relu whose backward passes on only positive gradients, where x is positive."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ class Guided(torch.autograd.Function):
 
 
 class ClippedGradient(torch.autograd.Function):
-    """The identity with a clipped gradient."""
+    """The identity; its backward clips the gradient to +-0.1."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
