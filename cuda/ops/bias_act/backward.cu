@@ -160,11 +160,11 @@ Status bias_act_backward(const BiasActBackward& p, Allocate allocate, CUstream_s
       return status;
     };
     if (plan->lanes == 1) {
-      // Single elements have one kernel for all derivatives that read x.
+      // For single elements, one kernel selects between all derivatives that read x.
       if (kept == Saved::input) return launch_gradients<T, 1>(p, *plan, chosen, allocate, stream);
       return launch_fixed(TypeList<None, Relu>{}, std::integral_constant<int, 1>{});
     }
-    // float64 has one kernel for all activations, because its code is long.
+    // For float64, one kernel selects between all activations, because their code is long.
     if constexpr (sizeof(T) == 8) {
       return launch_gradients<T, kLanes>(p, *plan, chosen, allocate, stream);
     } else {

@@ -11,15 +11,17 @@
 
 namespace torchkiln::cuda {
 
-/// Blocks per SM: a sum needs few registers, so four blocks fit, with 64 KiB or more in flight.
+/// Blocks per SM. A sum needs few registers, so four blocks fit, with 64 KiB or more in flight per
+/// SM.
 inline constexpr int kColumnBlocks = 4;
-/// Each folded column costs a partial sum, so there must be many rows per fold. Narrow rows gain
-/// more from folding: reading them by single elements wastes most of each memory access.
+/// Fewest rows per fold. Each folded column costs a partial sum, so there must be many rows to add.
+/// Narrow rows gain more from folding: if they were read element by element, most of each memory
+/// access would be unused.
 inline constexpr int64_t kNarrowColumns = 32;
 inline constexpr int64_t kFewestFoldsOfNarrow = 4;
 inline constexpr int64_t kFewestFolds = 32;
 
-/// How columns are read: in vectors of `lanes` elements, and `fold` rows as one.
+/// The access to columns: in vectors of `lanes` elements, with `fold` rows read as one.
 struct ColumnAccess {
   int lanes = 1;
   int fold = 1;
@@ -38,8 +40,8 @@ inline bool is_rows(const Reduction& p) {
   return p.inner == 1 || p.reduced_stride <= p.inner_stride;
 }
 
-/// Whether one block sums columns in vectors of less than 16 bytes, with at most 32 rows per
-/// thread, before a second kernel could start.
+/// Whether one block can sum all columns before a second kernel could start: in vectors of less
+/// than 16 bytes, with at most 32 rows per thread.
 inline bool suits_one_block(const Reduction& p, int lanes) {
   const int64_t vectors = p.outer * p.inner / lanes;
   return lanes < device::vector_lanes(p.dtype) && vectors <= reduce::columns::kThreadsX &&
@@ -47,8 +49,8 @@ inline bool suits_one_block(const Reduction& p, int lanes) {
 }
 
 /// Selects the widest vectors that divide every row of a batch. If these are narrower than 16 bytes
-/// and the rows are dense, reads `fold` rows as one row, whose length is a multiple of 16 bytes;
-/// the sums are folded at the end.
+/// and the rows are dense, `fold` rows are read as one row whose length is a multiple of 16 bytes;
+/// their sums are added at the end.
 inline ColumnAccess column_access(const Reduction& p) {
   if (is_rows(p) || p.inner_stride != 1) return {};
   const int64_t widest = device::vector_lanes(p.dtype);
@@ -67,14 +69,14 @@ inline ColumnAccess column_access(const Reduction& p) {
   return {static_cast<int>(widest), static_cast<int>(fold)};
 }
 
-/// The largest batch of one launch: the kernels locate rows and columns by 32-bit division.
+/// The largest batch of one launch. The kernels find rows and columns by 32-bit division.
 inline int64_t largest_batch(const Reduction& p) {
   if (p.outer == 1 || p.inner == 1) return p.outer;
   constexpr int64_t kMax = (int64_t{1} << 31) - 1;
   return std::max<int64_t>(kMax / (p.inner * column_access(p).fold), 1);
 }
 
-/// The plan of a batch that is not larger than largest_batch().
+/// The plan of a batch of at most largest_batch() matrices.
 inline ReductionPlan choose(const Reduction& p, const device::Device& device) {
   ReductionPlan plan{};
   plan.in_rows = is_rows(p);

@@ -19,9 +19,9 @@ struct GroupLayout {
   bool channels_last;
 
   TORCHKILN_FUNCTION int64_t channels_per_group() const { return channels / groups; }
-  /// Groups of all samples.
+  /// Groups per tensor: those of all samples.
   TORCHKILN_FUNCTION int64_t all_groups() const { return batch * groups; }
-  /// Elements of a group.
+  /// Elements per group.
   TORCHKILN_FUNCTION int64_t count() const { return channels_per_group() * inner; }
 };
 
@@ -51,8 +51,8 @@ struct GroupNormBackward {
   const void* x;
   const void* weight;
   const void* bias;
-  const void* statistics;  // of the forward
-  void* grad_x;            // null if not wanted, like the following
+  const void* statistics;  // from forward
+  void* grad_x;            // null if not wanted; so are the gradients below
   void* grad_weight;       // of parameter_dtype
   void* grad_bias;
   Dtype dtype;
@@ -67,7 +67,7 @@ namespace cpu {
 /// Computes statistics and y of the groups begin <= group < end of all samples.
 TORCHKILN_EXPORT Status group_norm(const GroupNorm& arguments, int64_t begin, int64_t end);
 
-/// Tasks are the groups of all samples; results are the channels.
+/// The split of a backward: tasks are the groups of all samples; results are the channels.
 TORCHKILN_EXPORT Split split(const GroupNormBackward& arguments);
 
 /// Computes grad_x and the sums over each channel for the groups begin <= group < end.

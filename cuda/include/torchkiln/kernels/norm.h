@@ -72,7 +72,8 @@ namespace cpu {
 /// Computes the rows begin <= row < end.
 TORCHKILN_EXPORT Status norm(const Norm& arguments, int64_t begin, int64_t end);
 
-/// Tasks are chunks of rows; results are the columns, if a parameter's gradient is wanted.
+/// The split of a backward: tasks are chunks of rows; results are the columns, if a parameter's
+/// gradient is wanted.
 TORCHKILN_EXPORT Split split(const NormBackward& arguments);
 
 /// Computes grad_x for the chunks begin <= chunk < end, and writes their partial sums to the
@@ -88,9 +89,9 @@ TORCHKILN_EXPORT Status norm_backward_finish(const NormBackward& arguments, int6
 
 namespace cuda {
 
-/// Runs on the current device, queued on `stream`. Rows that the registers of a block or a cluster
-/// hold are read once. Longer rows are split among blocks and read twice, the second time
-/// from L2 if a row fits there.
+/// Runs on the current device, queued on `stream`. Rows that fit in the registers of a block or a
+/// cluster are read once. Longer rows are split among blocks and read twice, the second time from
+/// L2 if a row fits there.
 TORCHKILN_EXPORT Status norm(const Norm& arguments, Allocate allocate, CUstream_st* stream);
 
 /// Computes all gradients. No atomics: results are bitwise reproducible.
