@@ -113,10 +113,10 @@ Compute<T> is_largest(const T* logits, int64_t classes, int64_t index) {
 
 /// Sums over the classes of a shard, without the share that only the target class has.
 struct Parts {
-  double mass;   // of q
-  double below;  // of q * (logit - shift)
+  double mass;   // sum of q
+  double below;  // sum of q * (logit - shift)
   double shift;  // the maximum
-  double sum;    // of exp(logit - shift)
+  double sum;    // sum of exp(logit - shift)
 };
 
 /// Stores the numbers of a row of a shard.

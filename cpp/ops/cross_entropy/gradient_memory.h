@@ -117,7 +117,7 @@ inline at::Tensor forward_in_gradient(const char* op, const LogitLayer& layer,
   }
   join_parts(numbers, target.eq(sum.ignore_index), sum.z_loss, losses, state);
   RowState kept = row_state(state, rows.count, options.reduction);
-  kept.divisor = nullptr;  // known after all rows
+  kept.divisor = nullptr;  // the divisor is known only after all rows
   for (size_t i = parts.size(); i-- > 0;) {
     const at::Tensor of_logits =
         logits[i]->differentiate(op, grad, target, part_of(sum, parts[i], classes), kept);

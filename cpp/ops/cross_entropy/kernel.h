@@ -51,8 +51,8 @@ struct RowState {
   void* target_weight;
   void* divisor;            // null unless mean
   void* correct;            // null without accuracy
-  void* sum = nullptr;      // of a shard only
-  void* entropy = nullptr;  // of a log-probability only
+  void* sum = nullptr;      // only for a shard
+  void* entropy = nullptr;  // only for a log-probability
 };
 
 /// The state of `rows` rows, as seen by a kernel that begins with row `begin`.

@@ -99,7 +99,7 @@ Five forward(const Call& call, Wanted wanted) {
       kName, flat.layer, wanted, grad_x, grad_bias,
       [&, &state = state](ChunkLogits& logits, const LayerGradients& gradients, const Rows& chunk) {
         RowState kept = row_state(state, rows, reduction, chunk.begin);
-        kept.divisor = nullptr;  // known after the last chunk
+        kept.divisor = nullptr;  // the divisor is known only after the last chunk
         const Tensor target = chunk.of(flat.target);
         is_whole = chunk.count == rows;
         run_forward(kName, logits.compute(chunk), target, sum, chunk.of(losses), kept,

@@ -14,7 +14,7 @@ namespace torchkiln {
 
 inline constexpr int64_t kRowBytes = 16;
 
-/// Whether the elements of a column, not those of a row, are adjacent in memory.
+/// Whether the elements of a column are adjacent in memory, and those of a row are not.
 inline bool is_transposed(const at::Tensor& matrix) {
   return matrix.stride(0) == 1 && matrix.stride(1) != 1;
 }

@@ -31,7 +31,7 @@ struct Angles {
 /// The heads to rotate, and their names in errors.
 struct Heads {
   const char* op;
-  const char* name;  // of the tensor, in errors
+  const char* name;  // the tensor's name, in errors
   const Tensor& tensor;
   std::optional<SymInt> batch;
   SymInt tokens;

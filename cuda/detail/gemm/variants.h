@@ -11,7 +11,7 @@ namespace sm90 {
 /// Requires compute capability 9.0. `multiprocessors`: SMs of the GPU.
 Status matmul(const Matmul& arguments, int multiprocessors, CUstream_st* stream);
 
-/// As matmul(), with a gate in the epilogue.
+/// Computes a product with a gate in the epilogue.
 Status matmul_gate(const Matmul& arguments, int multiprocessors, CUstream_st* stream);
 Status matmul_gate(const GateGradient& arguments, int multiprocessors, CUstream_st* stream);
 }  // namespace sm90

@@ -10,9 +10,9 @@
 //   chunk 1  | block (0, 1) | block (1, 1) |             chunks * threads_y-th row after it
 //      ...   +--------------+--------------+--
 //
-// The sums stay in registers, are added over ty in shared memory, and leave as one row of partial
-// sums per chunk. A second, short kernel adds the chunks in float64. There are no atomics: shape
-// and device fix the order of every addition.
+// The sums stay in registers, are added over ty in shared memory, and are written as one row of
+// partial sums per chunk. A second, short kernel adds the chunks in float64. There are no atomics:
+// shape and device fix the order of every addition.
 
 #include "detail/reduce/common.cuh"
 #include "torchkiln/device/warp.cuh"

@@ -20,7 +20,7 @@ struct InnerVectors {
   static constexpr int kLanes = kVectorLanes<T>;
 
   int head;   // elements before the first vector
-  int count;  // of vectors
+  int count;  // number of vectors
   int edges;  // elements before and after the vectors
 
   __device__ __forceinline__ InnerVectors(const T* row, int columns)

@@ -187,7 +187,7 @@ struct GridPlan {
   int log_stride;   // log2 of the distance between the rows of a step
   int slab;         // vectors of a row per block
   int64_t teams;
-  int64_t steps;  // of all teams
+  int64_t steps;  // all teams together
 };
 
 /// Distributes rows over a grid, in vectors of `lanes` elements. In a step, a thread reads

@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(kChannelThreads, kBackwardBlocksOf<Access>)
   write_input_gradients<Access>(p, plan, act, grad, is_g, coefficients);
 }
 
-/// Both passes in one kernel without a grid barrier: each block has whole channels.
+/// Runs both passes in one kernel. It needs no grid barrier, because each block has whole channels.
 template <class Access, class Act>
 __global__ void __launch_bounds__(kChannelThreads, kBackwardBlocks)
     gradients_of_whole_channels(BatchNormBackward p, ChannelPlan plan, Act act) {

@@ -54,7 +54,7 @@ inline constexpr int64_t kManyChannels = 1024;
 /// KiB, including 1 KiB that the system reserves per block. The sums of the threads have their own
 /// part of it, because the kept rows are still needed.
 inline constexpr int kResidentBytes = 112 * 1024;
-inline constexpr int kResidentColumns = 2 * kChannelThreads;  // of a block, at most
+inline constexpr int kResidentColumns = 2 * kChannelThreads;  // most columns per block
 /// Shared memory that a block can have on 9.0 and 10.0. On GPUs with less, two resident blocks do
 /// not fit on an SM.
 inline constexpr int kSharedOf90 = 227 * 1024;
@@ -83,10 +83,10 @@ struct ChannelPlan {
   int64_t tiles;        // blocks along x: tiles of columns, or channels
   int64_t parts;        // blocks along y, which share the rows
   int64_t rows;         // rows, or segments of all planes
-  int64_t columns;      // of a row
+  int64_t columns;      // columns per row
   Divisor period{};     // columns of a channel
   int64_t segment = 0;  // elements of a segment
-  Divisor segments{};   // of a plane
+  Divisor segments{};   // segments per plane
 };
 
 /// One kernel over the elements of one or more tensors.

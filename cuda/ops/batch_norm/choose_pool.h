@@ -1,7 +1,7 @@
 #pragma once
 
-// How the kernels of batch norm with a max pool visit windows and pixels. Includes no header of
-// CUDA.
+// The order in which kernels of batch norm with a max pool visit windows and pixels. Includes no
+// header of CUDA.
 
 #include "ops/batch_norm/choose.h"
 

@@ -97,7 +97,7 @@ __device__ __forceinline__ void add_vector(const Vec<T, N>& residual, C (&z)[N])
   for (int i = 0; i < N; ++i) z[i] += added[i];
 }
 
-/// An activation that is known at compile time.
+/// An activation that is a template parameter.
 template <class Act, class Math>
 struct FixedActivation {
   static constexpr bool kIsFixed = true;

@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kChannelThreads, kOutputBlocks)
   write_outputs<Access>(p, plan, act);
 }
 
-/// Both passes in one kernel without a grid barrier: each block has whole channels.
+/// Runs both passes in one kernel. It needs no grid barrier, because each block has whole channels.
 template <class Access, class Act>
 __global__ void __launch_bounds__(kChannelThreads, kMomentBlocks)
     whole_channels(BatchNorm p, ChannelPlan plan, Act act) {

@@ -68,7 +68,7 @@ class ResidentReader {
   /// Calls use() as forwards() does, but last to first. Call it after forwards().
   template <class Use>
   __device__ __forceinline__ void backwards(const Use& use) {
-    int ring = static_cast<int>((rows_ - 1 - kept_) % kAhead);  // not used if all rows are kept
+    int ring = static_cast<int>((rows_ - 1 - kept_) % kAhead);  // unused if all rows are kept
     for (int64_t row = rows_ - 1; row >= 0; --row) {
       const bool is_kept = row < kept_;
       const int stage = is_kept ? static_cast<int>(row) : kept_ + ring;

@@ -20,7 +20,7 @@ using namespace device;
 using namespace reduce;
 namespace {
 
-/// The derivative of an activation that is known at compile time.
+/// The derivative of an activation that is a template parameter.
 template <class Act, class Math>
 struct FixedDerivative {
   static constexpr bool kFromInput = Act::kSaved == Saved::input || Act::kSaved == Saved::output;
@@ -79,7 +79,7 @@ struct GradientBody {
   BiasActBackward problem;
   Gradient gradient;
   C scale;
-  C bias[Lanes];  // of the thread's columns; zeros if there is no bias
+  C bias[Lanes];  // for the thread's columns; zeros if there is no bias
 
   __device__ __forceinline__ void begin(int64_t column, bool, C (&)[Lanes]) {
     if (gradient.kept() == Saved::input && problem.bias != nullptr) {

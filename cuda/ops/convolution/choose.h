@@ -32,7 +32,7 @@ struct PixelPlan {
   int64_t pixel_tiles;
   int64_t parts;  // blocks that share the pixels of a channel tile
   gemm::Blocks blocks;
-  double share_at_work;  // of the SMs, averaged over the run
+  double share_at_work;  // share of the SMs, averaged over the run
 };
 
 inline bool fits(const PixelConvolution& p) {

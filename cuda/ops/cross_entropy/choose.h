@@ -58,7 +58,7 @@ inline constexpr int kFlatItems = 4;
 /// Rows of fewer than 32 vectors, so fewer than a warp has lanes, are written as one array, too.
 inline constexpr int64_t kFewVectors = 32;
 
-/// How a team reads a row of kItems vectors per thread and step.
+/// The way in which a team reads a row, with kItems vectors per thread and step.
 ///   steps  several steps: the loads of the next one are in flight while the current one is summed
 ///   once   one step has the whole row
 ///   inner  as once, for a row that begins anywhere: whole vectors, and one element per thread at

@@ -66,7 +66,7 @@ struct Distribution {
   static constexpr int kLanes = Access::kLanes;
 
   const void* probabilities;  // null if a class is given
-  Dtype dtype;                // of the probabilities
+  Dtype dtype;                // dtype of the probabilities
   int64_t row_begin;          // begin of the row in `probabilities`, in elements
   const C* weight;
   int index;

@@ -107,7 +107,7 @@ inline int merge_threads(int64_t moments) {
 /// and `rows` for y.
 struct GroupNormPlan {
   std::optional<GroupTeamPlan> teams;
-  ChannelPass moments;  // but for rows: of groups as channels of batch norm
+  ChannelPass moments;  // groups as channels of batch norm, except for rows
   std::optional<GroupPartPlan> parts;
   std::optional<PlanePass> planes;
   std::optional<ChannelPass> rows;

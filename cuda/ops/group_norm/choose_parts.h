@@ -16,8 +16,8 @@ inline constexpr int64_t kFewestPartBytes = 16 * 1024;
 
 /// The parts of a group, one per block.
 struct GroupPartPlan {
-  int lanes;       // of a vector
-  int64_t parts;   // of a group
+  int lanes;       // elements per vector
+  int64_t parts;   // parts per group
   int64_t length;  // elements of a part
 };
 

@@ -23,7 +23,7 @@ struct GroupSamplesPlan {
   int64_t span;           // elements that have their own tiles: a sample or a group
   int64_t spans;          // per sample
   int64_t tiles_of_span;  // a warp's width of vectors each
-  int64_t parts;          // of the samples
+  int64_t parts;          // parts of the samples
 
   int64_t tiles() const { return spans * tiles_of_span; }
 };

@@ -14,8 +14,8 @@ namespace {
 struct PartRows {
   GroupPartPlan plan;
   Divisor inner;   // elements of a channel
-  Divisor groups;  // of a sample
-  Divisor parts;   // of a group
+  Divisor groups;  // groups per sample
+  Divisor parts;   // parts per group
   bool adjacent;   // the parameters of a vector can be read as a vector, too
 };
 

@@ -16,7 +16,7 @@ struct SampleTiles {
   Divisor inner;    // elements of a channel
   Divisor of_span;  // tiles of a span
   int64_t span;
-  int64_t count;  // of a sample
+  int64_t count;  // tiles per sample
   int rows;
 };
 

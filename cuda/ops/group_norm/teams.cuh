@@ -19,7 +19,7 @@ using namespace rowwise;
 struct GroupRows {
   TeamShape team;
   Divisor inner;   // elements of a channel
-  Divisor groups;  // of a sample
+  Divisor groups;  // groups per sample
 };
 
 /// Weight and bias of the vectors of a group.

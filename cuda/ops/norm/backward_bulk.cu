@@ -10,7 +10,7 @@
 //                              every thread has read the stage: row i+3s is copied into it
 //
 // 64 to 96 KiB in flight per SM suffice. The column sums stay in registers over all
-// rows, and leave as one row of partial sums per block.
+// rows, and are written as one row of partial sums per block.
 
 #include <cuda/ptx>
 

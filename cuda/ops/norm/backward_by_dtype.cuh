@@ -10,8 +10,8 @@
 //              weight_sum[column] += grad * n, bias_sum[column] += grad    kept over all rows
 //              sums of d * n and of d over the row  -- team.reduce() -->   grad_x of row i
 //
-// At the end weight_sum and bias_sum leave as one row of partial sums per block or cluster, which a
-// second kernel adds.
+// At the end weight_sum and bias_sum are written as one row of partial sums per block or cluster,
+// which a second kernel adds.
 
 #include "backward_common.cuh"
 #include "backward_finish.cuh"

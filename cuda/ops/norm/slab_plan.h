@@ -1,6 +1,6 @@
 #pragma once
 
-// How rows of norms are cut into slabs of columns, on compute capability 9.0 and later.
+// The plan that cuts rows of norms into slabs of columns, on compute capability 9.0 and later.
 
 #include <numeric>
 

@@ -46,7 +46,7 @@ inline constexpr int64_t kMostSharedBytes = 48 * 1024;
 
 struct QkvPlan {
   QkvNormRope p;
-  Divisor groups;  // of heads: those of queries, then of keys, then of values
+  Divisor groups;  // groups of heads: queries, then keys, then values
   Divisor tokens;  // per batch
   uint32_t all_groups;
   uint32_t query_groups;
@@ -72,7 +72,7 @@ struct QkvAcrossPlan {
   Divisor pieces;       // per head
   uint32_t normalized;  // pieces of queries and keys, which come first
   uint32_t all;
-  int64_t sizes[2];  // of the norms
+  int64_t sizes[2];  // elements per norm
 };
 
 /// The launch of a kernel with teams. A team has `heads` heads, read in vectors of `lanes`

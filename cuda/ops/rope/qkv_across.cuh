@@ -18,7 +18,7 @@ Status qkv_norm_across_rope_backward(const QkvNormRopeBackward& arguments, Alloc
 /// A piece of a packed row.
 struct RowPiece {
   int64_t packed;  // the position of the head in the row
-  int64_t head;    // of its kind
+  int64_t head;    // index among the heads of its kind
   int kind;
   Piece piece;
 

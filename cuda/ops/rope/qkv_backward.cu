@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kQkvThreads, kStages > 1 ? kQkvBackwardBlocks 
       if (piece.is_rotated && !is_value)
         rotate(p.angles.interleaved, grad_a, grad_b, factors.cos, factors.sin);
     };
-    C sums[2 * kHeads] = {};  // of squares, and of x times the gradient of the normalized head
+    C sums[2 * kHeads] = {};  // sums of squares, and of x times the gradient of the normalized head
     if constexpr (kItems == 1) load_angles(0, Piece(plan, lane, kLanes));
     ring.wait();
 #pragma unroll

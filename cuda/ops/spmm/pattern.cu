@@ -36,7 +36,7 @@ size_t array_bytes(const CsrTranspose& p) {
   return static_cast<size_t>(ceil_div(p.batch * p.pattern.entries, 64) * 64) * sizeof(int32_t);
 }
 
-/// Radix sort is stable, so the entries of a column stay ordered by row.
+/// Radix sort is stable, so the entries of a column remain ordered by row.
 cudaError_t sort(const CsrTranspose& p, Entries& entries, cudaStream_t stream) {
   const int64_t most = p.batch * p.pattern.columns;
   int bits = 1;

@@ -24,7 +24,7 @@ inline at::Tensor empty_in_layout_of(const at::Tensor& x) {
                                           : at::empty_symint(x.sym_sizes(), x.options());
 }
 
-/// An empty tensor, in place of an output that is not needed: schemas cannot return "none".
+/// An empty tensor instead of an output that is not needed: schemas cannot return "none".
 inline at::Tensor no_output(const at::Tensor& like) { return at::empty({0}, like.options()); }
 
 }  // namespace torchkiln

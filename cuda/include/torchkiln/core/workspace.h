@@ -29,9 +29,9 @@ namespace cpu {
 /// The split of a kernel that sums over rows into tasks. Depends on the shape alone, so that
 /// results do not depend on the number of threads.
 struct Split {
-  int64_t tasks;           // of the kernel
+  int64_t tasks;           // number of tasks
   size_t workspace_bytes;  // for partial sums, aligned to 16 bytes
-  int64_t results;         // of the *_finish() function, which adds partial sums; 0: no such step
+  int64_t results;         // outputs of *_finish(), which adds partial sums; 0: no such step
 };
 
 }  // namespace cpu

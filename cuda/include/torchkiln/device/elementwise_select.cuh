@@ -25,7 +25,7 @@ bool writes_linearly(const Elementwise<Inputs, Outputs>& arguments, int o) {
 /// Whether the rows of the iteration space are whole vectors, and their number is below 2^31.
 template <int Inputs, int Outputs>
 bool has_rows(const Layout<Inputs, Outputs>& layout, int lanes) {
-  constexpr int kRank = 3;  // same as in RowAccess
+  constexpr int kRank = 3;  // as in RowAccess
   return layout.rank > 0 && layout.rank <= kRank && layout.size[0] % lanes == 0 &&
          layout.numel / lanes < int64_t{1} << 31;
 }

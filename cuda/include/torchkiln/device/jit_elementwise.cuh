@@ -14,7 +14,7 @@
 
 namespace torchkiln::device {
 
-// Both return NaN if either argument is NaN, as in torch.
+// maximum() and minimum() return NaN if either argument is NaN, as in torch.
 template <class C>
 TORCHKILN_FUNCTION C maximum(C a, C b) {
   return a > b || a != a ? a : b;

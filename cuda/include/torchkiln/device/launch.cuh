@@ -105,7 +105,7 @@ inline void trace_launch(trace::Listener& listener, const void* kernel, const Gr
   cudaFuncAttributes code{};
   int device = 0;
   const int threads = static_cast<int>(grid.threads.x * grid.threads.y * grid.threads.z);
-  // Fields whose query fails stay 0.
+  // If a query fails, its fields are 0.
   (void)cudaFuncGetName(&launch.kernel, kernel);
   (void)cudaFuncGetAttributes(&code, kernel);
   (void)cudaOccupancyMaxActiveBlocksPerMultiprocessor(

@@ -58,15 +58,15 @@ struct BatchNorm {
   void* statistics;
   /// The moments of x, which batch_norm_moments() writes instead of statistics; otherwise null.
   double* moments;
-  Dtype dtype;            // of x, residual and y
-  Dtype parameter_dtype;  // of weight and bias: dtype, or float32 for half precision
-  Dtype running_dtype;    // of running_mean and running_var: dtype, or float32 for half precision
+  Dtype dtype;            // dtype of x, residual and y
+  Dtype parameter_dtype;  // dtype of weight and bias: dtype, or float32 for half precision
+  Dtype running_dtype;    // of the running statistics: dtype, or float32 for half precision
   Activation activation;
   bool training;
   double momentum;
   double eps;
   ChannelLayout layout;  // of x, residual and y
-  void* workspace;       // of the size that cpu::split() returns; CUDA launchers allocate theirs
+  void* workspace;       // has the size that cpu::split() returns; CUDA launchers allocate theirs
 };
 
 /// Merges the moments of the processes of a group. The moments of a process are [2 * channels + 1]:
@@ -81,7 +81,7 @@ struct BatchNormMerge {
   const int64_t* batches;  // running statistics move by 1 / batches; null to move by momentum
   void* statistics;        // as in BatchNorm, over all processes
   double* count;           // [1]: elements per channel in all processes
-  Dtype dtype;             // of x
+  Dtype dtype;             // dtype of x
   Dtype running_dtype;
   double momentum;
   double eps;
@@ -105,7 +105,7 @@ struct BatchNormBackward {
   const void* bias;
   const void* statistics;  // from forward
   void* grad_x;            // null if not wanted; so are the gradients below
-  void* grad_weight;       // of parameter_dtype
+  void* grad_weight;       // has parameter_dtype
   void* grad_bias;
   void* grad_residual;
   Dtype dtype;

@@ -37,7 +37,7 @@ struct BiasActBackward {
   const void* bias;   // [columns]; only used if `saved` is x; null if there is none
   void* grad_x;       // [rows, columns], contiguous; null if not wanted
   void* grad_bias;    // [columns]; null if not wanted
-  Dtype dtype;        // of all tensors except bias and grad_bias
+  Dtype dtype;        // dtype of all tensors except bias and grad_bias
   Dtype bias_dtype;   // dtype, or float32 for half precision
   Activation activation;
   double scale;
@@ -48,7 +48,7 @@ struct BiasActBackward {
   int64_t saved_row_stride;
   int64_t saved_column_stride;
   int64_t bias_stride;
-  void* workspace;  // of the size that cpu::split() returns; CUDA launchers allocate theirs
+  void* workspace;  // has the size that cpu::split() returns; CUDA launchers allocate theirs
 };
 
 namespace cpu {

@@ -100,7 +100,7 @@ Arguments with_all_classes(Arguments arguments) {
 struct LossSum {
   const void* loss;           // [rows] of the compute type
   const void* target_weight;  // [rows] of the compute type
-  Dtype dtype;                // of the logits; determines the compute type
+  Dtype dtype;                // dtype of the logits; determines the compute type
   int64_t rows;
   bool mean;
   void* out;  // one number
@@ -121,7 +121,7 @@ struct DistributionRows {
 /// student's logits.
 struct Divergence {
   DistributionRows student, teacher;
-  Dtype dtype;  // of all tensors except grad_logits: float32 or float64
+  Dtype dtype;  // dtype of all tensors except grad_logits: float32 or float64
   int64_t rows;
   int64_t classes;
   double scale;  // greater than 0

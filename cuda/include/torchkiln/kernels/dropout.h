@@ -24,7 +24,7 @@ struct DropoutBackward {
   const void* grad;  // [rows, columns], any strides
   void* grad_x;      // [rows, columns], contiguous; null if not wanted
   void* grad_bias;   // [columns]
-  Dtype dtype;       // of all tensors except grad_bias
+  Dtype dtype;       // dtype of all tensors except grad_bias
   Dtype bias_dtype;  // dtype, or float32 for half precision
   int64_t rows;
   int64_t columns;

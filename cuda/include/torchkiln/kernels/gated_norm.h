@@ -20,7 +20,7 @@ struct GatedNorm {
   const void* weight;  // [groups, columns], contiguous; null for ones, ignoring weight_offset
   void* y;             // as x, contiguous
   void* rstd;          // [tokens, groups] of the compute type; null if not wanted
-  Dtype dtype;         // of x, gate and y
+  Dtype dtype;         // dtype of x, gate and y
   Dtype weight_dtype;  // dtype, or float32 for half precision
   bool gate_first;
   double eps;
@@ -49,7 +49,7 @@ struct GatedNormBackward {
   void* grad_x;        // as x, contiguous; null if not wanted
   void* grad_gate;     // as x, contiguous; null if not wanted
   void* grad_weight;   // [groups, columns] of weight_dtype; null if not wanted
-  Dtype dtype;         // of grad, x, gate, grad_x and grad_gate
+  Dtype dtype;         // dtype of grad, x, gate, grad_x and grad_gate
   Dtype weight_dtype;
   bool gate_first;
   double weight_offset;
@@ -59,7 +59,7 @@ struct GatedNormBackward {
   int64_t grad_stride;  // from token to token
   int64_t x_stride;
   int64_t gate_stride;
-  void* workspace;  // of the size that cpu::split() returns; CUDA launchers allocate theirs
+  void* workspace;  // has the size that cpu::split() returns; CUDA launchers allocate theirs
 };
 
 namespace cpu {

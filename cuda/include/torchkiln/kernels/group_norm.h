@@ -34,8 +34,8 @@ struct GroupNorm {
   void* y;
   /// [3, batch, groups] of the compute type: the mean, rounded; its rounding error; rstd.
   void* statistics;
-  Dtype dtype;            // of x and y
-  Dtype parameter_dtype;  // of weight and bias: dtype, or float32 for half precision
+  Dtype dtype;            // dtype of x and y
+  Dtype parameter_dtype;  // dtype of weight and bias: dtype, or float32 for half precision
   Activation activation;
   double eps;
   GroupLayout layout;  // of x and y
@@ -53,13 +53,13 @@ struct GroupNormBackward {
   const void* bias;
   const void* statistics;  // from forward
   void* grad_x;            // null if not wanted; so are the gradients below
-  void* grad_weight;       // of parameter_dtype
+  void* grad_weight;       // has parameter_dtype
   void* grad_bias;
   Dtype dtype;
   Dtype parameter_dtype;
   Activation activation;
   GroupLayout layout;
-  void* workspace;  // of the size that cpu::split() returns; CUDA launchers allocate theirs
+  void* workspace;  // has the size that cpu::split() returns; CUDA launchers allocate theirs
 };
 
 namespace cpu {

@@ -27,7 +27,7 @@ struct Matmul {
   const void* residual;  // [batch, m, n], contiguous; null if there is none
   void* out;             // [batch, m, n], contiguous
   void* preactivation;   // a b * scale + bias, [batch, m, n], contiguous; null if not wanted
-  Dtype dtype;           // of all tensors except bias
+  Dtype dtype;           // dtype of all tensors except bias
   Dtype bias_dtype;      // dtype, or float32 for half precision
   Activation activation;
   double scale;

@@ -27,9 +27,9 @@ struct Norm {
   uint8_t* data;         // [rows, columns]: y, rounded to `dtype`, as `data` of Quantize; null: not
                          // wanted
   float* scale;          // [blocks of 128 columns, rows], as `scale` of Quantize
-  Dtype dtype;           // of x, y and sum; with `data` not float64
+  Dtype dtype;           // dtype of x, y and sum; with `data` not float64
   Dtype residual_dtype;  // dtype, or half precision if dtype is float32
-  Dtype weight_dtype;    // of weight and bias: dtype, or float32 for half precision
+  Dtype weight_dtype;    // dtype of weight and bias: dtype, or float32 for half precision
   bool centered;         // layer norm; else RMS norm
   bool rounds_normalized;
   double eps;
@@ -55,7 +55,7 @@ struct NormBackward {
   void* grad_x;          // [rows, columns], contiguous; null if not wanted
   void* grad_weight;     // [columns] of weight_dtype; null if not wanted
   void* grad_bias;       // [columns] of weight_dtype; null if not wanted and for RMS norm
-  Dtype dtype;           // of grad, grad_sum, z and grad_x
+  Dtype dtype;           // dtype of grad, grad_sum, z and grad_x
   Dtype weight_dtype;
   bool centered;
   double weight_offset;
@@ -64,7 +64,7 @@ struct NormBackward {
   int64_t grad_row_stride;
   int64_t grad_sum_row_stride;
   int64_t z_row_stride;
-  void* workspace;  // of the size that cpu::split() returns; CUDA launchers allocate theirs
+  void* workspace;  // has the size that cpu::split() returns; CUDA launchers allocate theirs
 };
 
 namespace cpu {

@@ -31,7 +31,7 @@ struct Quantize {
   bool square;  // one scale for 128 x 128 elements of data, else for 128 elements of a row
 
   uint8_t* transposed;      // [columns, rows]; null: not wanted
-  float* transposed_scale;  // as `scale`, of the transposed matrix
+  float* transposed_scale;  // scales of the transposed matrix, as `scale`
   int64_t transposed_scale_stride;
   bool transposed_square;  // always, if `square`
 

@@ -25,7 +25,7 @@ struct Reduction {
   int64_t reduced_stride;
   int64_t inner_stride;
   double divisor;   // 1 for a sum, the number of terms for a mean
-  void* workspace;  // of the size that cpu::split() returns; CUDA launchers allocate theirs
+  void* workspace;  // has the size that cpu::split() returns; CUDA launchers allocate theirs
 };
 
 namespace cpu {

@@ -79,7 +79,7 @@ struct QkvNormRope {
   const void* weight[2];  // of queries and keys: [norm_size(kind)], contiguous; null for ones
   void* out[3];           // q, k, v: [batch, tokens, (kv_)heads, head_dim], head elements adjacent
   int64_t out_stride[3][3];  // from batch to batch, token to token and head to head
-  TokenRows places;          // of k and v in out; k and v of a token without a row are not written
+  TokenRows places;  // rows of k and v in out; k and v of a token without a row are not written
   RopeAngles angles;
   Dtype dtype;
   Dtype weight_dtype;  // dtype, or float32 for half precision
@@ -116,7 +116,7 @@ struct QkvNormRopeBackward {
   int64_t grad_stride[3][3];  // from batch to batch, token to token and head to head
   void* grad_qkv;             // [batch, tokens, heads + 2 * kv_heads, head_dim], contiguous
   void* grad_weight[2];       // [norm_size(kind)] of weight_dtype; null if not wanted
-  void* workspace;  // of the size that cpu::split() returns; CUDA launchers allocate theirs
+  void* workspace;  // has the size that cpu::split() returns; CUDA launchers allocate theirs
 };
 
 namespace cpu {

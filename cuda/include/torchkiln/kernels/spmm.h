@@ -12,7 +12,7 @@ namespace torchkiln {
 struct CsrPattern {
   const void* crow;  // [batch, rows + 1]: row r has the entries crow[r] <= e < crow[r + 1]
   const void* col;   // [batch, entries], in any order within a row
-  bool wide;         // both are int64; else both are int32
+  bool wide;         // crow and col are int64; else both are int32
   int64_t rows;
   int64_t columns;
   int64_t entries;  // per matrix
@@ -79,7 +79,7 @@ inline bool reads_columns(const SampledProduct& p) {
 /// (columns + 1), the column of each entry (entries) and the index of each entry's value (entries).
 struct CsrTranspose {
   CsrPattern pattern;
-  int64_t batch;  // of patterns
+  int64_t batch;  // number of patterns
   int32_t* out;   // [batch, columns + 1 + 2 * entries]
 };
 
@@ -93,7 +93,7 @@ enum class CsrFault : int32_t { begin = 1, end = 2, order = 4, column = 8, unsor
 /// Sets, in *faults, the bits of all faults that any pattern has.
 struct CsrCheck {
   CsrPattern pattern;
-  int64_t batch;  // of patterns
+  int64_t batch;  // number of patterns
   int32_t* faults;
 };
 
