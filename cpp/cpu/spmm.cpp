@@ -38,8 +38,8 @@ struct RowEntries {
     end = crow[row + 1];
   }
 
-  /// Whether the entries of the row are in range with valid columns, and rows begin where the
-  /// previous row ends, from 0 to the number of entries.
+  /// Whether the entries of the row and their columns are in range, the first row begins at 0, and
+  /// the last row ends at the number of entries.
   bool are_valid(const CsrPattern& p, int64_t row) const {
     return 0 <= begin && begin <= end && end <= p.entries && (row > 0 || begin == 0) &&
            (row + 1 < p.rows || end == p.entries) && are_below(p.columns, col, begin, end);

@@ -8,9 +8,9 @@
 //   its own memory          | logits of `first` |
 //
 // Once all logits are computed and differentiated, the gradients of the weights of `third`,
-// `second` and `first` are written in this order. Each overwrites logits whose product is already
-// computed. With twice as many rows as features, 4/7 of the logits have memory of their own; with
-// equally many, 1/3.
+// `second` and `first` are written in this order, each to its own place: the product before it has
+// read the logits there. With twice as many rows as features, 4/7 of the logits have memory of
+// their own; with equally many, 1/3.
 
 #include <optional>
 
