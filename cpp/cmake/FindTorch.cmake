@@ -18,7 +18,7 @@ find_file(
   NO_CACHE
 )
 
-# Torch_VERSION and Torch_CUDA_VERSION from version.py of the Python package, or build-version of a libtorch archive.
+# Reads Torch_VERSION and Torch_CUDA_VERSION from version.py of a Python package, or build-version of a libtorch archive.
 set(Torch_VERSION "")
 set(Torch_CUDA_VERSION "")
 set(Torch_FOLDER "")
@@ -53,13 +53,13 @@ if(TORCHKILN_TORCH_CONFIG)
   return()
 endif()
 
-# TorchConfig.cmake names the C++ standard of torch's headers.
+# Reads the C++ standard of torch's headers from TorchConfig.cmake.
 file(STRINGS "${Torch_CONFIG_FILE}" line REGEX "(CXX_STANDARD|cxx_std_)[ ]*[0-9]+" LIMIT_COUNT 1)
 set(standard 17)
 if(line MATCHES "(CXX_STANDARD |cxx_std_)([0-9]+)")
   set(standard ${CMAKE_MATCH_2})
 endif()
-# The first g++ whose standard library compiles torch's headers.
+# The oldest g++ whose standard library compiles torch's headers.
 set(oldest_gcc 11)
 if(standard EQUAL 17)
   set(oldest_gcc 9)

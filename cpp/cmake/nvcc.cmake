@@ -39,8 +39,8 @@ function(torchkiln_gpu_visible result)
   endif()
 endfunction()
 
-# Every nvcc in the order of preference; `named` is the variable that names the only one, if any. The choice of an
-# earlier run is kept while the file exists; with build isolation it may have been deleted.
+# Every nvcc, in the order of preference. `named`: the variable by which the user names the only nvcc to try, if any. The
+# choice of an earlier run is kept as long as the file exists; with build isolation it may have been deleted.
 function(list_nvccs result named_result)
   set(named "")
   if(CMAKE_CUDA_COMPILER)
@@ -85,11 +85,12 @@ function(list_nvccs result named_result)
   set(${named_result} "${named}" PARENT_SCOPE)
 endfunction()
 
-# Sets the values of the variables that name a toolkit in the caller's scope.
+# Reads the variables that may name a toolkit from the environment, into the caller's scope. `result`: the names of those
+# that are set.
 macro(toolkit_variables result)
   set(${result} "")
   foreach(variable IN ITEMS CUDAToolkit_ROOT CUDA_HOME CUDA_PATH)
-    # Only the first is also a CMake variable.
+    # Of these variables, only CUDAToolkit_ROOT is also a CMake variable.
     if(NOT (variable STREQUAL "CUDAToolkit_ROOT" AND CUDAToolkit_ROOT))
       set(${variable} "$ENV{${variable}}")
     endif()
@@ -99,7 +100,7 @@ macro(toolkit_variables result)
   endforeach()
 endmacro()
 
-# The parts that the toolkit from wheels in `root` lacks. Each part is a separate wheel, so one may be missing or have
+# The missing parts of the toolkit from wheels in `root`. Each part is a separate wheel, so one may be missing or have
 # another version. The versions are recorded only in the metadata beside the package.
 function(find_registry_gaps root version result)
   set(gaps "")

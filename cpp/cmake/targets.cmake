@@ -12,8 +12,8 @@ if(CCACHE)
     ${sloppiness}
     ${CCACHE}
   )
-  # Without this setting ccache compares what nvcc preprocesses for a GPU: a change of code for the host alone would go
-  # unseen. With it, ccache compares the files that are read.
+  # Without this setting ccache compares what nvcc preprocesses for a GPU: it would not notice a change
+  # of code for the host alone. With it, ccache compares the files that are read.
   set(
     CMAKE_CUDA_COMPILER_LAUNCHER
     ${CMAKE_COMMAND}

@@ -7,11 +7,12 @@ namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
 
-/// Activations that take longer to compute than to look up.
+/// Activations with tables for half precision: a lookup takes less time than computing them.
 using Tabulated = TypeList<Gelu, GeluTanh, QuickGelu, Silu, Sigmoid, Tanh>;
-/// Activations whose gradient is grad times a function of the input.
+/// Activations whose gradient is grad times a function of the input alone, for which there can be a
+/// table.
 using TabulatedSlopes = TypeList<Gelu, GeluTanh, QuickGelu, Silu>;
-/// With AVX-512 these functions are computed as fast as they are looked up.
+/// Whether gradients are looked up. With AVX-512, computing them is as fast.
 #ifdef __AVX512F__
 constexpr bool kLooksUpSlopes = false;
 #else
@@ -27,7 +28,7 @@ struct SlopeOf {
   float operator()(float z) const { return Act::template gradient<ExactMath>(1.0f, z); }
 };
 
-/// The table of Function<activation>; null if the activation is not in the list.
+/// The table of Function<activation>; null if the activation is not in `list`.
 template <class T, class To, template <class> class Function, class List>
 const To* table_of(Activation activation, List list) {
   const To* table = nullptr;
@@ -37,7 +38,7 @@ const To* table_of(Activation activation, List list) {
   return table;
 }
 
-/// Both return whether the activation has a table.
+/// look_up() and look_up_slopes() return false, and do nothing, if the activation has no table.
 template <class T>
 bool look_up(Activation activation, const Elementwise<1>& arguments, int64_t begin, int64_t end) {
   const T* const table = table_of<T, T, ValueOf>(activation, Tabulated{});

@@ -11,15 +11,15 @@ namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
 
-// A strip of 1024 columns by 16 rows is summed in the compute type. If a chunk has more rows, the
-// sums of its strips and blocks are added in double. All running sums stay in the L1 cache. The
-// rounding error in float is that of 16 additions for any number of rows; in double it grows
-// with rows / 256 + 32.
+// Column sums are computed in strips of 1024 columns by 16 rows. Sums of a strip have the compute
+// type. If a chunk has more rows, the sums of its strips, and of blocks of 256 rows, are added in
+// double. All running sums stay in the L1 cache. The rounding error in float is that of 16
+// additions for any number of rows; in double it grows with rows / 256 + 32.
 constexpr int64_t kStripColumns = 1024;
 constexpr int64_t kStripRows = 16;
 constexpr int64_t kBlockRows = 256;
 
-/// The gradient of the activation, computed from the saved tensor.
+/// The gradient of the activation's argument, computed from the saved tensor.
 template <class Act, class C>
 struct Gradient {
   C scale;
@@ -35,7 +35,7 @@ struct Gradient {
   }
 };
 
-/// Processes a run of a row: writes grad_x and adds to the column sums.
+/// Computes grad_x for a run of a row, and adds to the column sums.
 template <class Act, class C>
 void run_backward(C* grad_x, C* sum, const C* grad, const C* saved, const C* bias,
                   const Gradient<Act, C>& gradient, int64_t count) {
@@ -47,7 +47,7 @@ void run_backward(C* grad_x, C* sum, const C* grad, const C* saved, const C* bia
   }
 }
 
-/// The rows first_row <= row < last_row of the strip that begins at `column`.
+/// Processes the rows first_row <= row < last_row of the strip that begins at `column`.
 template <class T, class Act>
 void strip_backward(const BiasActBackward& p, int64_t first_row, int64_t last_row, int64_t column,
                     int64_t width, Compute<T>* sum) {
@@ -90,14 +90,14 @@ void strip_backward(const BiasActBackward& p, int64_t first_row, int64_t last_ro
 }
 
 int64_t chunk_count(const BiasActBackward& p) {
-  constexpr int64_t kChunkElements = 1 << 15;  // enough to outweigh the hand-over to another thread
+  constexpr int64_t kChunkElements = 1 << 15;  // takes longer than starting a thread
   constexpr int64_t kMaxChunks = 64;
   return std::clamp<int64_t>(p.rows * p.columns / kChunkElements, 1,
                              std::clamp<int64_t>(p.rows, 1, kMaxChunks));
 }
 
-/// How the rows are split into chunks. Each chunk has its column sums in the workspace: in double,
-/// or in the compute type if the chunk is one strip.
+/// The split of the rows into chunks. The workspace has the column sums of each chunk: in double,
+/// or in the compute type if the chunk is one strip high.
 struct ChunkPlan {
   int64_t chunks;
   int64_t rows_per_chunk;
@@ -108,7 +108,7 @@ struct ChunkPlan {
         rows_per_chunk((p.rows + chunks - 1) / chunks),
         has_blocks(rows_per_chunk > kStripRows) {}
 
-  /// The sums of a chunk from a column on; null if no bias gradient is wanted.
+  /// The column sums of a chunk, from a column on; null if no bias gradient is wanted.
   template <class Sum>
   Sum* sums(const BiasActBackward& p, int64_t chunk, int64_t column) const {
     if (p.grad_bias == nullptr) return nullptr;
@@ -166,7 +166,7 @@ Status bias_act(const BiasAct& p, int64_t begin, int64_t end) {
         [&](auto act) {
           const BiasActivated<typename decltype(act)::type, ExactMath, C> functor{
               static_cast<C>(p.scale)};
-          // Signs are packed while the outputs are in the L1 cache.
+          // Each run's signs are packed while its outputs are in the L1 cache.
           const int64_t step = p.signs == nullptr ? end - begin : kRun * 8;
           for (int64_t at = begin; at < end; at += step) {
             const int64_t stop = std::min(at + step, end);

@@ -7,7 +7,8 @@ namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
 
-/// Sets factor[i] = kept ? scale : 0 for `count` elements from `at` on, at most kRun.
+/// Draws the mask of `count` elements, at most kRun, from index `at` on: factor[i] = kept ? scale :
+/// 0.
 template <class C>
 void draw_run(C* factor, const Dropout& dropout, int64_t at, int64_t count) {
   const RandomState random = dropout.random.resolved();
@@ -22,7 +23,7 @@ void draw_run(C* factor, const Dropout& dropout, int64_t at, int64_t count) {
   std::copy_n(all + at % 8, count, factor);
 }
 
-/// Dropped elements are 0 even if x is not finite.
+/// x * factor, but 0 for a dropped element even if x is not finite.
 template <class C>
 TORCHKILN_FUNCTION C dropped(C x, C factor) {
   return factor == C(0) ? C(0) : x * factor;

@@ -11,7 +11,8 @@ namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
 
-// Elements that are converted and computed together; their buffers stay in the L1 cache.
+// Most elements of a run. They are converted and computed together; their buffers stay in the L1
+// cache.
 constexpr int64_t kRun = 512;
 
 /// Calls body(begin, count) for the runs of the columns of a group.
@@ -21,7 +22,7 @@ void for_each_run(int64_t columns, const Body& body) {
     body(begin, std::min(kRun, columns - begin));
 }
 
-/// weight + weight_offset for a run of the elements of a token, or ones if there is no weight.
+/// Reads weight + weight_offset for a run of the columns; ones if there is no weight.
 template <class Problem, class C>
 void read_weights(const Problem& p, int64_t begin, int64_t count, C* weights) {
   if (p.weight == nullptr) {
@@ -43,7 +44,7 @@ double sum_of_products(const C* a, const C* b, int64_t count) {
   return total[0];
 }
 
-/// Writes a group of y. `products` has room for x * silu(gate) of its columns.
+/// Computes a group of y. `products` has room for x * silu(gate) of all columns of the group.
 template <class T>
 void write_group(const GatedNorm& p, int64_t token, int64_t group, Compute<T>* products) {
   using C = Compute<T>;
@@ -73,20 +74,20 @@ void write_group(const GatedNorm& p, int64_t token, int64_t group, Compute<T>* p
   });
 }
 
-/// Values of the columns of a group between the two passes over it.
+/// Values of a group's columns that the second pass reuses.
 template <class C>
 struct GroupBuffers {
-  std::vector<C> n;         // the normalized elements
+  std::vector<C> n;         // normalized elements
   std::vector<C> gradient;  // with respect to n
   std::vector<C> value;     // silu(gate)
-  std::vector<C> factor;    // of the gradient of the gate
+  std::vector<C> factor;    // factor of the gradient of the gate
 
   explicit GroupBuffers(int64_t columns)
       : n(static_cast<size_t>(columns)), gradient(n), value(n), factor(n) {}
 };
 
-/// Writes a group of grad_x and grad_gate, and adds to `sums`, for grad_weight of the group, if it
-/// is wanted.
+/// Computes a group of grad_x and grad_gate. Adds to `sums`, the gradient of the group's weight, if
+/// it is wanted.
 template <class T>
 void write_gradients(const GatedNormBackward& p, int64_t token, int64_t group,
                      GroupBuffers<Compute<T>>& buffers, double* sums) {
@@ -142,16 +143,17 @@ void write_gradients(const GatedNormBackward& p, int64_t token, int64_t group,
   });
 }
 
-/// How the tokens are split. The workspace has the sums of each chunk.
+/// The split of the tokens into chunks. The workspace has the weight sums of each chunk.
 struct Chunks {
   int64_t count;
   int64_t tokens;  // per chunk
 
   explicit Chunks(const GatedNormBackward& p) {
-    constexpr int64_t kElements = 1 << 15;  // enough to outweigh the hand-over to another thread
+    constexpr int64_t kElements = 1 << 15;  // takes longer than starting a thread
     constexpr int64_t kMost = 64;
-    // With few tokens per chunk, partial sums would cost as much as the tokens; but for few long
-    // tokens, using several threads matters more.
+    // At least 32 tokens per chunk, because with fewer, reading partial sums takes as long as the
+    // tokens. Up to 8 chunks may be shorter, because for few long tokens several threads matter
+    // more.
     const int64_t most = std::max(p.tokens / 32, std::min<int64_t>(p.tokens, 8));
     count = std::clamp<int64_t>(p.tokens * p.groups * p.columns / kElements, 1,
                                 std::clamp<int64_t>(most, 1, kMost));

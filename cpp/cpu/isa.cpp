@@ -13,8 +13,8 @@ namespace torchkiln::cpu {
 namespace {
 
 #ifdef __x86_64__
-/// Whether the CPU converts half precision. __builtin_cpu_supports() of clang 16 has no name for
-/// it.
+/// Whether the CPU converts half precision (F16C). Reads CPUID, because __builtin_cpu_supports() of
+/// clang 16 does not support F16C.
 bool has_f16c() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
@@ -38,7 +38,7 @@ Isa detect() {
   return Isa::baseline;
 }
 
-/// Passes the instruction set of a kernel to torchkiln.explain().
+/// Reports the instruction set of a kernel to torchkiln.explain().
 void report(const char* kernel, Isa isa) {
   if (trace::Listener* listener = trace::listening()) {
     listener->ran(kernel, isa == Isa::avx512 ? "AVX-512" : isa == Isa::avx2 ? "AVX2" : "baseline");

@@ -1,6 +1,6 @@
-// std::vector of GCC 11 and later calls this function of libstdc++ 3.4.29. Defined here, hidden, so
-// that the library also runs with the libstdc++ 3.4.24 of manylinux_2_28. The definition is weak,
-// because a link with libstdc++.a may bring its own.
+// std::vector of GCC 11 and later calls this function of libstdc++ 3.4.29. A hidden definition here
+// lets the library run with the libstdc++ 3.4.24 of manylinux_2_28, too. It is weak, because
+// libstdc++.a may contain another definition.
 
 #include <new>
 

@@ -13,7 +13,7 @@ constexpr int64_t kTile = kScaledElements;
 
 /// A tile of x in float32. Rows are kTile elements apart.
 struct Tile {
-  int64_t row, column;  // of its first element
+  int64_t row, column;  // position of its first element
   int64_t rows, columns;
   float value[kTile * kTile];
 
@@ -57,14 +57,14 @@ void write_rows(uint8_t* data, int64_t pitch, int64_t row, int64_t column, int64
   }
 }
 
-/// Stores the scales of the rows of a tile that is number `block` along its rows.
+/// Stores the scales of a tile's rows. `block`: index of the tile along the rows.
 void write_scales(float* scale, int64_t matrix_rows, int64_t block, int64_t row, int64_t rows,
                   const uint32_t* exponent) {
   for (int64_t r = 0; r < rows; ++r)
     scale[block * matrix_rows + row + r] = float_of(fp8_scale_bits(exponent[r]));
 }
 
-/// Stores the scale of a square, and zeros behind the last one of a row of scales.
+/// Stores the scale of a square. After the last scale of a row, stores zeros up to the stride.
 void write_square_scale(float* scale, int64_t stride, int64_t row_block, int64_t block,
                         int64_t blocks, uint32_t exponent) {
   float* const row = scale + row_block * stride;

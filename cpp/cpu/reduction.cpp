@@ -10,10 +10,10 @@ namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
 
-// Rows per block of column sums, formed in the compute type; a multiple of the four rows that are
-// added at a time. The sums of blocks are added in double.
+// Rows per block of column sums, a multiple of the four rows that are added at a time. The sums of
+// a block have the compute type; the sums of blocks are added in double.
 constexpr int64_t kBlockRows = 64;
-// Dense rows of up to this many elements are converted together.
+// Longest dense rows, in elements, of which several are converted together.
 constexpr int64_t kShort = 31;
 
 /// The sum of the elements begin <= r < end of the row at `offset`.
@@ -57,7 +57,7 @@ void row_units(const Reduction& p, const Plan& plan, int64_t begin, int64_t end)
                         (p.inner == 1 || p.inner_stride == p.reduced) &&
                         (p.outer == 1 || p.inner == 1);
   if (is_dense && p.reduced <= kShort) return short_rows<C, Out>(p, begin, end);
-  // The indices are counted up, because divisions would take as long as a short row.
+  // The indices are incremented, because divisions would take as long as a short row.
   int64_t row = begin / plan.chunks;
   int64_t chunk = begin % plan.chunks;
   int64_t inner = row % p.inner;
@@ -81,7 +81,7 @@ void row_units(const Reduction& p, const Plan& plan, int64_t begin, int64_t end)
 }
 
 /// Adds the elements (r, i) of the rows begin <= r < end to sum[i], four rows at a time. row(r, k)
-/// reads a row; results for different k must be valid at the same time.
+/// returns row r; the results for different k must be valid at the same time.
 template <class C, class Row>
 void add_rows(C* sum, int64_t begin, int64_t end, int64_t count, const Row& row) {
   int64_t r = begin;
@@ -98,7 +98,7 @@ void add_rows(C* sum, int64_t begin, int64_t end, int64_t count, const Row& row)
   }
 }
 
-/// Adds rows of the strip at `offset`.
+/// Adds the rows begin <= r < end of the strip at `offset`.
 template <class C>
 void add_block(const Reduction& p, int64_t offset, int64_t row_stride, int64_t begin, int64_t end,
                int64_t count, C* sum) {
@@ -115,7 +115,7 @@ void add_block(const Reduction& p, int64_t offset, int64_t row_stride, int64_t b
   });
 }
 
-/// Stores the sums of few rows as results.
+/// Stores the sums of few rows as results, without partial sums.
 template <class C, class Out>
 void store_columns(Out* out, C* sum, double divisor, int64_t count) {
   if constexpr (std::is_same_v<C, Compute<Out>>) {
@@ -153,8 +153,8 @@ void column_units(const Reduction& p, const Plan& plan, int64_t begin, int64_t e
       add_block(p, offset, row_stride, row, std::min(row + kBlockRows, last), count, block);
       for (int64_t i = 0; i < count; ++i) sum[i] += static_cast<double>(block[i]);
     }
-    // Folded rows have one strip; chunk 0 adds the elements after the last whole group of `fold`
-    // rows.
+    // Folded rows have one strip. Chunk 0 also adds the elements after the last whole group of
+    // `fold` rows.
     const int64_t rest = chunk == 0 ? p.reduced % plan.fold * p.inner : 0;
     if (rest > 0) {
       std::fill_n(block, rest, C(0));
@@ -199,7 +199,7 @@ Status reduce(const Reduction& p, int64_t begin, int64_t end) {
 Status reduce_finish(const Reduction& p, int64_t begin, int64_t end) {
   const Plan plan = make_plan(p);
   const double* partial = static_cast<const double*>(p.workspace);
-  // Row sums have partial sums [output, chunk], column sums [chunk, output].
+  // Partial sums are [output, chunk] for row sums, [chunk, output] for column sums.
   const int64_t output_stride = plan.is_rows ? plan.chunks : 1;
   const int64_t chunk_stride = plan.is_rows ? 1 : p.outer * p.inner;
   return dispatch<float, double, Half, BFloat16>(p.out_dtype, [&](auto tag) {

@@ -13,7 +13,8 @@ namespace {
 constexpr const char* kOutside =
     "the pattern has indices outside of its entries or columns; check=True reports them";
 
-/// Whether all indices are from 0 to size - 1. Negative ones are large as unsigned numbers.
+/// Whether all indices are from 0 to size - 1. Compares them as unsigned numbers, where negative
+/// ones are large.
 template <class Index>
 bool are_below(int64_t size, const Index* indices, int64_t begin, int64_t end) {
   using Unsigned = std::make_unsigned_t<Index>;
@@ -37,22 +38,23 @@ struct RowEntries {
     end = crow[row + 1];
   }
 
-  /// Whether the entries and their columns exist, and the rows together have all entries.
+  /// Whether the entries of the row and their columns are in range, the first row begins at 0, and
+  /// the last row ends at the number of entries.
   bool are_valid(const CsrPattern& p, int64_t row) const {
     return 0 <= begin && begin <= end && end <= p.entries && (row > 0 || begin == 0) &&
            (row + 1 < p.rows || end == p.entries) && are_below(p.columns, col, begin, end);
   }
 };
 
-/// Whether the values of valid entries exist.
+/// Whether the index of each entry's value is in range.
 template <class Index>
 bool have_values(const Spmm& p, const RowEntries<Index>& entries, int64_t matrix) {
   return p.order == nullptr || are_below(p.pattern.entries, p.order + matrix * p.order_batch_stride,
                                          entries.begin, entries.end);
 }
 
-/// Computes `count` registers of a row of the result, from `column` on: they are kept while the
-/// loop runs over the entries of the row.
+/// Computes `count` registers of a row of the result, from `column` on. The sums are in registers
+/// while the loop runs over the entries of the row.
 template <class T, class Index, int count, class Step>
 void row_of_product(const Spmm& p, const RowEntries<Index>& entries, int64_t matrix, int64_t column,
                     T* out, Step step) {
@@ -153,9 +155,10 @@ TORCHKILN_CPU_ENTRY(sampled_product, (const SampledProduct& p, int64_t begin, in
 
 namespace {
 
-// Integer code, which is compiled for one instruction set.
+// Code without floating point, compiled for one instruction set only.
 
-/// Counts the entries of each column, then distributes the entries in the order of the rows.
+/// Counts the entries of each column, then writes the entries to their columns in the order of the
+/// rows.
 template <class Index>
 void transpose(const CsrTranspose& p, int64_t matrix) {
   const int64_t columns = p.pattern.columns;
@@ -176,7 +179,7 @@ void transpose(const CsrTranspose& p, int64_t matrix) {
       order[at] = static_cast<int32_t>(e);
     }
   }
-  // Now begin[c] is the start of column c + 1.
+  // Here begin[c] is the start of column c + 1.
   std::copy_backward(begin, begin + columns, begin + columns + 1);
   begin[0] = 0;
 }
@@ -194,7 +197,7 @@ int32_t faults_of(const CsrCheck& p, int64_t matrix) {
   report(CsrFault::end, crow[p.pattern.rows] != p.pattern.entries);
   for (int64_t row = 0; row < p.pattern.rows; ++row) {
     report(CsrFault::order, crow[row] > crow[row + 1]);
-    // Wrong row ends are clamped to the entries.
+    // Row ends that are out of range are clamped to the entries.
     const int64_t begin = std::max<int64_t>(crow[row], 0);
     const int64_t end = std::min<int64_t>(crow[row + 1], p.pattern.entries);
     for (int64_t e = begin; e < end; ++e) {
@@ -210,8 +213,8 @@ int32_t faults_of(const CsrCheck& p, int64_t matrix) {
 Status csr_transpose(const CsrTranspose& p, int64_t begin, int64_t end) {
   if (p.pattern.entries >= int64_t{1} << 31)
     return {"the transposed pattern of 2^31 entries or more is not built, expected fewer"};
-  // Columns may have any order and occur twice, but an index out of range would write out of
-  // bounds.
+  // Columns may have any order and occur twice, but with an index out of range transpose() would
+  // write out of bounds.
   constexpr auto kUnsorted = static_cast<int32_t>(CsrFault::unsorted);
   const CsrCheck check{p.pattern, p.batch, nullptr};
   for (int64_t matrix = begin; matrix < end; ++matrix) {

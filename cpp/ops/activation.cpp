@@ -1,6 +1,6 @@
-// The activations, one op each, their forms in place, and activation_backward, which other ops
-// call as well. Forward saves x, or the output where the derivative is a function of it. The list
-// of activations is in torchkiln/core/activations.h.
+// The activation ops, one per activation, their in-place forms, and activation_backward, which
+// other ops call as well. Forward saves x, or the output if the derivative is a function of the
+// output. The list of activations is in torchkiln/core/activations.h.
 
 #include "torchkiln/kernels/activation.h"
 
@@ -81,12 +81,12 @@ void check_input(const char* op, const Tensor& x) {
   check_dtype(op, "x", x);
 }
 
-/// The activation with torch's own ops, in the compute dtype.
+/// The activation with torch's own ops, computed in the compute dtype.
 Tensor composite_value(Activation activation, const Tensor& x) {
   return composite_activation(activation, x.to(compute_dtype(x.scalar_type()))).to(x.scalar_type());
 }
 
-/// The gradient of x. `saved` is x, or the output where the derivative is a function of it.
+/// The gradient of x. `saved` is x, or the output if the derivative is a function of the output.
 variable_list gradients(const Incoming& in, Activation act, const Tensor& saved) {
   if (!in.needs_composite()) return {call_below<ActivationBackward>(in[0], saved, act)};
   if (saved_by(act) == Saved::input) {
@@ -147,7 +147,7 @@ struct InPlace {
   static Tensor& kernel(Tensor& x) {
     check(x);
     if (x.dim() > kMaxRank && !x.is_non_overlapping_and_dense()) {
-      x.copy_(Function<Act>::kernel(x));  // more strides than a layout holds
+      x.copy_(Function<Act>::kernel(x));  // more dimensions than a Layout has
     } else {
       run_activation(name_of_op<InPlace>(), kActivation<Act>, x, x);
     }
@@ -156,13 +156,13 @@ struct InPlace {
 
   static Tensor& composite(Tensor& x) {
     check_input(name_of_op<InPlace>(), x);
-    return x.copy_(composite_value(kActivation<Act>, x.clone()));  // derivatives read x
+    return x.copy_(composite_value(kActivation<Act>, x.clone()));  // derivatives read the old x
   }
 
   static Tensor& recorded(const Below& below, Tensor& x) {
     check(x);
     torch::autograd::check_inplace(x, /*requires_grad=*/true);
-    // clone() is recorded, so that second derivatives reach the input.
+    // clone() is recorded, so second derivatives reach the input.
     const Tensor input = Act::kSaved == Saved::input ? x.clone() : x;
     const auto before = torch::autograd::impl::gradient_edge(x);
     below.call<InPlace>(x);

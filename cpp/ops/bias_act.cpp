@@ -1,6 +1,6 @@
-// bias_act: activation(x * scale + bias) in one pass. Forward saves x, or one sign bit per element
-// where the derivative needs no more (relu), or nothing. Backward computes the gradients of x and
-// bias in one pass; linear and mlp use it, too.
+// bias_act: activation(x * scale + bias) in one pass. Forward saves x; for relu, one sign bit per
+// element; without an activation, nothing. Backward computes the gradients of x and bias in one
+// pass; linear and mlp also use it.
 
 #include "bias_act.h"
 
@@ -52,10 +52,10 @@ Two Backward::kernel(const Arguments& call) {
 
   const int64_t columns = grad.size(-1);
   const int64_t rows = grad.numel() / columns;
-  const Tensor grad_rows = grad.reshape({rows, columns});  // a view where rows are evenly spaced
+  const Tensor grad_rows = grad.reshape({rows, columns});  // a view if rows are evenly spaced
   BiasActBackward arguments{};
   Tensor saved_rows = call.saved;
-  Tensor shift;  // the bias; undefined only for a kernel that sums the bias gradient
+  Tensor shift;  // the bias, undefined only if the kernel sums its gradient
   if (kept_by_bias_act(call.act) == Saved::input) {
     if (call.bias) shift = *call.bias;
     if (!call.bias && !wanted[1])
@@ -112,7 +112,7 @@ Tensor checked_output(const Call& call) {
   return empty_in_layout_of(x);
 }
 
-/// `signs` is undefined if no sign mask is needed.
+/// Computes `out`. `signs` is undefined if no sign bits are needed.
 void run(const Call& call, const Tensor& out, const Tensor& signs) {
   if (out.numel() == 0) return;
   std::array inputs{*call.x, *call.bias};
@@ -151,7 +151,7 @@ struct Forward {
   }
 };
 
-/// The gradients with torch's own ops for activations that do not save x: relu and none.
+/// The gradients with torch's own ops, for relu and none, the activations that do not save x.
 variable_list gradients_without_input(const Incoming& in, const Tensor& signs, double scale,
                                       Activation act, at::ScalarType bias_dtype,
                                       const MemoryOrder& order) {
@@ -163,8 +163,8 @@ variable_list gradients_without_input(const Incoming& in, const Tensor& signs, d
     stand_in_for(in, 0, positive);
     const Tensor shift = at::zeros_symint({grad.sym_size(-1)}, positive.options());
     stand_in_for(in, 1, shift);
-    // relu() changes no value. It makes the second derivative, which is 0, depend on x and the
-    // bias, as in torch's relu, so that further derivatives exist.
+    // relu() changes no value here. With it the second derivative, which is 0, depends on x and the
+    // bias, as with torch's relu, so that further derivatives exist.
     passed = at::threshold_backward(passed, at::relu(positive + shift), 0);
   }
   Tensor grad_x, grad_bias;
@@ -173,9 +173,10 @@ variable_list gradients_without_input(const Incoming& in, const Tensor& signs, d
   return {grad_x, grad_bias};
 }
 
-/// The gradients from the sign bits of an output whose channels are not the last dimension in
-/// memory. grad_x is computed in the order of memory, which is that of the bits. The gradient of
-/// the bias sums the gradient behind relu: each term is the incoming gradient or 0, so it is exact.
+/// The gradients from the sign bits, for an output whose last dimension is not the innermost one in
+/// memory. grad_x is computed in memory order, which is the order of the bits. The gradient of the
+/// bias is the sum of the gradient behind relu; each term of it is the incoming gradient or 0, so
+/// no term is rounded.
 Two gradients_in_order(const Incoming& in, const Tensor& signs, double scale, Activation act,
                        at::ScalarType bias_dtype, const MemoryOrder& order) {
   const Tensor grad = order.physical(in[0]);

@@ -5,8 +5,8 @@
 
 namespace torchkiln::bias_act_ops {
 
-/// The wanted gradients of x and bias. `saved` is chosen by kept_by_bias_act(). If `saved` is x,
-/// the kernel adds `bias` to it; else `bias` is not used.
+/// Computes the wanted gradients of x and bias. `saved`: see kept_by_bias_act(). The kernel reads
+/// `bias` only if `saved` is x.
 struct Backward {
   using Wanted = std::array<bool, 2>;
   struct Arguments {

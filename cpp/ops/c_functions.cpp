@@ -1,5 +1,5 @@
-// The C functions of ops, by the name of the op, for models that AOTInductor compiled. define() in
-// torchkiln/torch/op.h adds one for each op whose types C has.
+// The registry of C functions of ops, by the name of the op, for models that AOTInductor compiled.
+// define() in torchkiln/torch/op.h adds a function for each op whose argument types exist in C.
 
 #include "torchkiln/torch/c_function.h"
 
@@ -20,7 +20,7 @@ class CFunctions {
     functions_[op] = function;
   }
 
-  /// Null if no such op is loaded.
+  /// The function of an op; null if no such op is loaded.
   void* find(const std::string& op) const {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = functions_.find(op);

@@ -1,6 +1,6 @@
 // Convolutions with filters of one element, and the moments of their results for a batch norm, in
-// one pass over x (_pixel_conv). Where no kernel takes the arguments, torch's convolution and a
-// pass for the moments compute the same.
+// one pass over x (_pixel_conv). If no kernel supports the arguments, torch's convolution and a
+// pass for the moments compute both.
 
 #include "torchkiln/kernels/convolution.h"
 
@@ -35,7 +35,7 @@ Tensor convolved(const Tensor& x, const Tensor& weight) {
   return at::convolution(x, weight, {}, ones, zeros, ones, /*transposed=*/false, zeros, 1);
 }
 
-/// The moments of the channels of y, as those of a process in BatchNormMerge.
+/// The moments of the channels of y, in the form of one process of BatchNormMerge.
 Tensor moments_of(const Tensor& y) {
   const Tensor wide = y.detach().movedim(1, 0).flatten(1).to(at::kDouble);
   const Tensor mean = wide.mean(1);
@@ -44,7 +44,8 @@ Tensor moments_of(const Tensor& y) {
                   at::full({1}, static_cast<double>(wide.size(1)), mean.options())});
 }
 
-/// The convolution, with adjacent channels, and the moments of its results, [2 * channels + 1].
+/// Computes the convolution, with adjacent channels, and the moments of its results, [2 * channels
+/// + 1].
 struct PixelConv {
   static constexpr const char* kSchema =
       "torchkiln::_pixel_conv(Tensor x, Tensor weight) -> (Tensor, Tensor)";
@@ -90,7 +91,7 @@ struct PixelConv {
   }
 
   static Two composite(const Tensor& x, const Tensor& weight) {
-    meta(x, weight);  // checks
+    meta(x, weight);  // for its checks
     const Tensor y = convolved(x, weight);
     return {y, moments_of(y)};
   }
@@ -109,8 +110,8 @@ struct PixelConv {
   }
 };
 
-/// Whether pixel_conv() of x and this number of filters was measured to be faster than torch's
-/// convolution and a pass for the moments.
+/// Whether pixel_conv() of x and `out` filters is faster, as measured, than torch's convolution and
+/// a pass for the moments.
 bool gains(const Tensor& x, int64_t out) {
   if (!x.is_cuda() || x.dim() < 3 || !x.movedim(1, -1).is_contiguous() || x.numel() == 0 ||
       (x.scalar_type() != at::kHalf && x.scalar_type() != at::kBFloat16))

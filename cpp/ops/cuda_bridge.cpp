@@ -1,6 +1,6 @@
-// libtorchkiln_cuda: the only code that links torch's CUDA libraries. It has torch's current stream
-// and torch's generator of a device as functions, TorchCuda, for the library that cuda_loader.cpp
-// is part of.
+// libtorchkiln_cuda: the only library of torchkiln that links torch's CUDA libraries. It passes two
+// functions, TorchCuda, to the library with cuda_loader.cpp: they return torch's current stream,
+// and torch's generator of a device.
 
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <c10/cuda/CUDAGuard.h>

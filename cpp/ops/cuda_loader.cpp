@@ -14,7 +14,7 @@ namespace {
 
 std::atomic<const TorchCuda*> found{nullptr};
 
-/// The folder of this library.
+/// The folder that contains this library.
 std::string own_folder() {
   Dl_info info{};
   if (dladdr(&found, &info) == 0 || info.dli_fname == nullptr) return "";
@@ -22,8 +22,9 @@ std::string own_folder() {
   return path.substr(0, path.rfind('/') + 1);
 }
 
-/// Loads the library from this library's folder by its path: a name would also find a library that
-/// is already loaded, which has called set_torch_cuda() of another copy.
+/// Loads libtorchkiln_cuda from this library's folder. It is loaded by its path, because by its
+/// name alone a library could be found that is already loaded, and that has called set_torch_cuda()
+/// of another copy of torchkiln.
 const TorchCuda& load() {
   const std::string path = own_folder() + "libtorchkiln_cuda.so";
   TORCH_CHECK(dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL) != nullptr,

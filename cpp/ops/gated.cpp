@@ -1,6 +1,6 @@
-// swiglu, geglu and geglu_tanh: act(gate) * up in one pass, for two tensors or the halves of one.
-// Backward computes both gradients in one pass; gated_mlp also uses its form that returns the
-// output again. SwigluOut writes into a tensor of the caller.
+// swiglu, geglu and geglu_tanh: act(gate) * up in one pass, where gate and up are two tensors or
+// the halves of one. Backward computes both gradients in one pass; gated_mlp uses a form of it that
+// also returns the output again. SwigluOut writes to a tensor of the caller.
 
 #include "gated.h"
 
@@ -17,7 +17,8 @@ namespace {
 using at::Tensor;
 using Two = std::tuple<Tensor, Tensor>;
 
-/// Checks that gate and up have one shape. Errors name a remedy for shapes that broadcast.
+/// Checks that gate and up have the same shape. If their shapes would broadcast, the error names a
+/// remedy.
 void check_shapes(const char* op, const Tensor& gate, const Tensor& up) {
   TORCH_CHECK(up.sym_sizes().equals(gate.sym_sizes()), "torchkiln.", op, ": up: got shape ",
               up.sym_sizes(), ", expected ", gate.sym_sizes(),
@@ -68,7 +69,8 @@ std::array<Tensor, 2> halves(const Tensor& gate, const MaybeTensor& up) {
 
 namespace {
 
-/// The kernels read all operands of an element before they write its results.
+/// Writes the gradients and the output. They may overwrite arguments, because the kernels read all
+/// operands of an element before they write its results.
 void write_with_output(const Tensor& grad, const Tensor& packed, Activation act,
                        const Tensor& passed, const Tensor& out) {
   const auto [gates, ups] = halves(packed, std::nullopt);
@@ -214,7 +216,7 @@ struct Gated : Schema<Act> {
   }
 };
 
-/// Writes into a tensor of the caller, for inference: no gradient.
+/// swiglu that writes to a tensor of the caller, for inference; it has no gradient.
 struct SwigluOut {
   static constexpr const char* kSchema =
       "torchkiln::_swiglu_out(Tensor gate, Tensor? up, Tensor(a!) out) -> ()";

@@ -5,12 +5,12 @@
 
 namespace torchkiln {
 
-/// An activation that has a gated op: act(gate) * up.
+/// The activation of a gate, act(gate) * up.
 struct Gate {
   Activation act;
 };
 
-/// A gate is a string in schemas.
+/// A gate is a string in the schemas of ops.
 template <>
 struct InSchema<Gate> {
   using Type = c10::string_view;
@@ -22,8 +22,8 @@ struct InSchema<Gate> {
 
 namespace gated_ops {
 
-/// The gradients of gate and up, in the dtype of `grad`. For a packed tensor, the first result is
-/// its gradient and the second is empty.
+/// Computes the gradients of gate and up, in the dtype of `grad`. For a packed tensor, the first
+/// result is its gradient and the second is empty.
 struct GatedBackward {
   static constexpr const char* kSchema =
       "torchkiln::_gated_backward(Tensor grad, Tensor gate, Tensor? up, str act) -> "
@@ -36,7 +36,7 @@ struct GatedBackward {
                                                    const MaybeTensor& up, Activation act);
 };
 
-/// The gradient of a packed tensor, and the output, which costs no further read.
+/// Computes the gradient of a packed tensor and, without reading more, the output.
 struct GatedBackwardWithOutput {
   static constexpr const char* kSchema =
       "torchkiln::_gated_backward_with_output(Tensor grad, Tensor packed, str act) -> "
@@ -50,13 +50,13 @@ struct GatedBackwardWithOutput {
 };
 
 /// GatedBackwardWithOutput in place: the gradient overwrites `packed`, the output overwrites
-/// `grad`. Both are contiguous.
+/// `grad`. Both tensors are contiguous.
 void overwrite_with_gradient(const at::Tensor& grad, const at::Tensor& packed, Activation act);
 
-/// act(gate) * up; without `up`, for the halves of `gate`.
+/// act(gate) * up. Without `up`, gate and up are the halves of `gate`.
 at::Tensor gated(const at::Tensor& gate, Gate act, const MaybeTensor& up = std::nullopt);
 
-/// The gradients of `kept`, gate and up, for the gradient of act(gate) * up.
+/// The gradients of gate and up, which are `kept`, for the incoming gradient of act(gate) * up.
 variable_list gradients(const Incoming& in, const Kept<2>& kept, Activation act);
 
 /// Checks gate and up, and returns the shape and the options of act(gate) * up.
@@ -64,7 +64,7 @@ std::pair<c10::SymDimVector, at::TensorOptions> checked_result(const char* op,
                                                                const at::Tensor& gate,
                                                                const MaybeTensor& up);
 
-/// Gate and up: two tensors, or the halves of one.
+/// Gate and up as two tensors, given as two or as the halves of one.
 std::array<at::Tensor, 2> halves(const at::Tensor& gate, const MaybeTensor& up);
 
 }  // namespace gated_ops

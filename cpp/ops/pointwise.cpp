@@ -1,6 +1,5 @@
-// add and muladd with torch's broadcasting and promotion, whose rules are in
-// detail/elementwise_operands.h. Numbers are arguments of the kernels, so that they are not copied
-// to the GPU.
+// add and muladd, with torch's rules of broadcasting and promotion (detail/elementwise_operands.h).
+// Numbers are passed as arguments of the kernels, so that they are not copied to the GPU.
 
 #include "torchkiln/kernels/pointwise.h"
 
@@ -64,7 +63,7 @@ struct Add {
   }
 
   static Tensor recorded(const Below& below, const Tensor& a, const Tensor& b) {
-    // Autograd's engine sums gradients over broadcast dimensions and casts them to the input's
+    // Autograd's engine sums each gradient over broadcast dimensions and casts it to its input's
     // dtype.
     return record("add", {a, b}, below.call<Add>(a, b), keep(),
                   [](const Incoming& in, const Kept<0>&) { return variable_list{in[0], in[0]}; });
@@ -105,9 +104,8 @@ struct Muladd {
     return broadcast_output(kName, operands, checked_dtype(operands));
   }
 
-  /// Checks devices and dtypes. Returns the dtype to which the product a * b and c promote. The
-  /// product has a dimension if a or b has one, so this may differ from the dtype to which all
-  /// three promote together.
+  /// Checks devices and dtypes. Returns the dtype to which the product a * b and c promote. It may
+  /// differ from the promoted dtype of all three, because the product has dimensions if a or b has.
   static at::ScalarType checked_dtype(Operands operands) {
     check_devices(kName, operands);
     const Operand *const a = operands.begin(), *const b = a + 1, *const c = a + 2;
@@ -169,7 +167,7 @@ struct Muladd {
     return plus(times(a, b, compute), c, compute).to(dtype);
   }
 
-  /// The product and the sum with torch's ops, which receive a wrapped number as a number.
+  /// The product and the sum with torch's ops. A wrapped number is passed to them as a number.
   static Tensor times(const Tensor& a, const Tensor& b, at::ScalarType compute) {
     const auto x = number_of(a), y = number_of(b);
     if (x && y) return at::native::wrapped_scalar_tensor(*x * *y);
@@ -186,7 +184,7 @@ struct Muladd {
     return tensor.unsafeGetTensorImpl()->is_wrapped_number();
   }
 
-  /// The value of a wrapped number, read without the dispatcher, where a mode would intervene.
+  /// The value of a wrapped number, read without the dispatcher, so that no mode intercepts it.
   static std::optional<double> number_of(const Tensor& tensor) {
     if (!is_number(tensor) || !tensor.has_storage()) return std::nullopt;
     if (tensor.scalar_type() == at::kBool) return *tensor.const_data_ptr<bool>() ? 1.0 : 0.0;
@@ -224,8 +222,8 @@ struct Muladd {
                         is_like_grad(kept[0]) && is_like_grad(kept[1])) {
                       std::tie(grad_a, grad_b) = call_below<MuladdBackward>(grad, kept[0], kept[1]);
                     } else {
-                      // If c alone is larger, summing first needs fewer products. The engine rounds
-                      // them once, after its own sums.
+                      // If only c is larger, summing first saves multiplications. The engine rounds
+                      // once, after its own sums.
                       const Tensor narrow = sum_to_product(grad, shape);
                       if (in.wants(0)) grad_a = narrow * kept[1];
                       if (in.wants(1)) grad_b = narrow * kept[0];
@@ -247,8 +245,8 @@ at::Tensor add(const at::Tensor& a, const at::Tensor& b) { return call<pointwise
 
 at::Tensor muladd(const at::Tensor& a, const at::Tensor& b, const at::Tensor& c) {
   using pointwise_ops::Muladd;
-  // A transform of torch.func wraps the operands of an op, but cannot wrap numbers; torch's own ops
-  // accept them.
+  // A transform of torch.func wraps the operands of an op but cannot wrap numbers. torch's own ops
+  // support both.
   if (is_transformed() && (Muladd::is_number(a) || Muladd::is_number(b) || Muladd::is_number(c)))
     return Muladd::composite(a, b, c);
   return call<Muladd>(a, b, c);

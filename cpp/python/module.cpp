@@ -19,7 +19,8 @@ namespace {
 
 using at::Tensor;
 
-/// Numbers become tensors here, once, so that every dispatch key gets the same operands.
+/// Numbers are converted to tensors here, once, so that every dispatch key receives the same
+/// operands.
 Tensor add(const torchkiln::TensorOrNumber& a, const torchkiln::TensorOrNumber& b) {
   return torchkiln::add(*a.tensor, *b.tensor);
 }
@@ -52,7 +53,7 @@ py::object two_uses(py::handle x) {
   return py::reinterpret_steal<py::object>(wrap(torchkiln::two_uses(THPVariable_Unpack(x.ptr()))));
 }
 
-/// The names of the activations, in the order of their list; the first is none.
+/// The names of the activations in the order of Activations; the first one is "none".
 std::vector<std::string> activations() {
   std::vector<std::string> names;
   torchkiln::for_each_activation([&](auto tag) { names.emplace_back(decltype(tag)::type::kName); },
@@ -74,7 +75,7 @@ void bind_activations(const torchkiln::Binder& ops) {
   ops.bind<&activation_in_place<torchkiln::Tanh>>("tanh_");
 }
 
-/// bn_act over the processes of a group, by its name; SyncBatchNormAct calls it.
+/// bn_act over the processes of a group, which is given by its name. SyncBatchNormAct calls it.
 Tensor sync_bn_act(const Tensor& x, const std::optional<Tensor>& weight,
                    const std::optional<Tensor>& bias, const std::optional<Tensor>& running_mean,
                    const std::optional<Tensor>& running_var, const std::optional<Tensor>& residual,
@@ -85,14 +86,15 @@ Tensor sync_bn_act(const Tensor& x, const std::optional<Tensor>& weight,
                  momentum, eps, group);
 }
 
-/// A separate op moves the running statistics.
+/// The name of the op for a call of bn_act: a separate op updates the running statistics.
 const char* name_of_bn_act(PyObject* const* given) {
   constexpr size_t kRunningMean = 3, kTraining = 7;
   const bool moves = given[kTraining] == Py_True && given[kRunningMean] != Py_None;
   return moves ? "_bn_act_update" : "bn_act";
 }
 
-/// Without k the second result of rope is None; the schema of an op has no such result.
+/// Replaces the second result of rope by None if there is no k, because a schema cannot return
+/// None.
 PyObject* without_missing_k(PyObject* results, PyObject* const* given) {
   constexpr size_t kK = 1;
   if (given[kK] != Py_None || !PyTuple_Check(results)) return results;
@@ -100,7 +102,7 @@ PyObject* without_missing_k(PyObject* results, PyObject* const* given) {
   return py::make_tuple(found[0], py::none()).release().ptr();
 }
 
-/// Without entropy, argument `at`, the only result is the log-probability.
+/// Returns only the log-probability if the argument `entropy`, at index `at`, is false.
 template <size_t at>
 PyObject* without_entropy(PyObject* results, PyObject* const* given) {
   if (given[at] == Py_True || !PyTuple_Check(results)) return results;
@@ -110,7 +112,8 @@ PyObject* without_entropy(PyObject* results, PyObject* const* given) {
 
 }  // namespace
 
-// Threads may call without a GIL: the tables that Binder fills are only read after the import.
+// Threads may call without a GIL, because the tables that Binder fills are only read after the
+// import.
 PYBIND11_MODULE(_C, module, py::mod_gil_not_used()) {
   const torchkiln::Binder ops(module);
   ops.bind<&add>("add");

@@ -1,5 +1,6 @@
-// Records the events of a call: the dispatcher's ops, from torch's observers, and the launches and
-// notes that torchkiln's code reports. A recording is a flat list of events, which Python reads.
+// Records the events of a call: the dispatcher's ops, which torch's observers report, and the
+// launches and notes that torchkiln reports. A recording is a flat list of events, which Python
+// reads.
 
 #include "trace.h"
 
@@ -116,7 +117,8 @@ class Recording final : public torchkiln::trace::Listener {
   std::vector<Event> events_;
 };
 
-/// The recorder, which is never destroyed: a thread may be about to call it when a recording ends.
+/// The recorder. It is never destroyed, because a thread may be about to call it when a recording
+/// ends.
 Recording& recording() {
   static auto* one = new Recording;
   return *one;
@@ -135,7 +137,7 @@ std::mutex starting;
 at::CallbackHandle handle = at::INVALID_CALLBACK_HANDLE;
 
 void start() {
-  const std::lock_guard<std::mutex> lock(starting);  // of two threads without a GIL, one starts
+  const std::lock_guard<std::mutex> lock(starting);  // without a GIL, two threads may start at once
   TORCH_CHECK(handle == at::INVALID_CALLBACK_HANDLE,
               "torchkiln.explain: got a call inside another explain(), expected one at a time");
   recording().take();

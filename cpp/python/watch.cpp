@@ -1,5 +1,6 @@
-// Notices changes of tensors. A copy of parameters that is kept from call to call, such as a batch
-// norm folded into a convolution, is checked in each call; in Python the check would take 2 us.
+// Detects changes of tensors. A copy of parameters that is kept from call to call, such as a batch
+// norm folded into a convolution, is compared with its parameters in each call. In Python the check
+// would take 2 us.
 
 #include "watch.h"
 
@@ -19,9 +20,9 @@ namespace py = pybind11;
 
 namespace {
 
-/// A tensor, and its state when the copy was made. A weak reference keeps the address of the
-/// storage from being reused; a weak reference to the tensor itself would forbid
-/// torch.utils.swap_tensors.
+/// A tensor, and its state when the copy was made. A weak reference to the storage prevents its
+/// address from being reused. A weak reference to the tensor itself would make
+/// torch.utils.swap_tensors fail.
 struct Source {
   explicit Source(const at::Tensor& from)
       : tensor(from.unsafeGetTensorImpl()),
@@ -64,7 +65,7 @@ class Watch {
     }
   }
 
-  /// Whether these are the same tensors, in the same memory, without a change that torch or a batch
+  /// Whether these are the same tensors in the same memory, without a change that torch or a batch
   /// norm counts.
   bool is_current(const py::tuple& tensors) const {
     if (tensors.size() != sources_.size()) return false;
@@ -83,7 +84,7 @@ class Watch {
   std::vector<std::optional<Source>> sources_;
 };
 
-/// Whether a call with these tensors records gradients; objects that are not tensors are skipped.
+/// Whether a call with these tensors records gradients. Objects that are not tensors are ignored.
 bool needs_gradient(const py::tuple& tensors) {
   if (!at::GradMode::is_enabled()) return false;
   for (const py::handle each : tensors)

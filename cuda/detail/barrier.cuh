@@ -7,8 +7,8 @@
 
 namespace torchkiln {
 
-/// Waits until the phase of this parity is complete, and acquires what the threads of `scope` have
-/// released to the barrier.
+/// Waits until the phase of this parity is complete. Afterwards the calling thread can read all
+/// that the threads of `scope` wrote before they arrived at the barrier.
 template <class Scope = ::cuda::ptx::scope_cta_t>
 __device__ __forceinline__ void wait_for_phase(uint64_t* barrier, uint32_t parity,
                                                Scope scope = ::cuda::ptx::scope_cta) {

@@ -41,7 +41,7 @@ function(torchkiln_add_module name)
     target_link_libraries(${name} PRIVATE CUDA::cudart)
     set_target_properties(${name} PROPERTIES CUDA_STANDARD 17 CUDA_STANDARD_REQUIRED ON)
   else()
-    # A build of torchkiln with CUDA requires it.
+    # torchkiln::torch defines it if torchkiln was built with CUDA, but this module is not.
     target_compile_options(${name} PRIVATE -UTORCHKILN_WITH_CUDA)
   endif()
   # at::parallel_for is a header and needs OpenMP to run in parallel.

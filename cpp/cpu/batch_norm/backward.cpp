@@ -6,18 +6,19 @@ namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
 
-/// Sums over a part of a channel: of g, and of g * (x - mean) with the rounded mean.
+/// Sums over a part of a channel: the sum of g, and the sum of g * (x - mean) with the rounded
+/// mean.
 struct GradientSums {
   double gradient;
   double product;
 };
 
-/// The workspace: the sums of each chunk and channel.
+/// The sums in the workspace for a chunk: one per channel.
 GradientSums* sums_of(const BatchNormBackward& p, int64_t chunk) {
   return static_cast<GradientSums*>(p.workspace) + chunk * p.layout.channels;
 }
 
-/// Computes the gradients of the argument of the activation, g, for runs of elements.
+/// Computes g, the gradient of the argument of the activation, for runs of elements.
 template <class T, class Act>
 class ArgumentGradient {
  public:
@@ -122,7 +123,7 @@ void input_gradients(const BatchNormBackward& p, int64_t begin, int64_t end) {
       narrow_run(to, result, count);
       return;
     }
-    if (channel != known || count > known_count) {  // else kept from the previous run
+    if (channel != known || count > known_count) {  // otherwise the previous run has set them
       known = channel;
       known_count = one_channel ? kChannelRun : count;
       for (int64_t i = 0; i < known_count; ++i) {

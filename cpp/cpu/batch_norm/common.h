@@ -1,7 +1,7 @@
 #pragma once
 
-// Common to forward and backward of batch norm on the CPU: how the elements are split into tasks
-// and runs, and the factors of each channel.
+// The split of the elements into tasks and runs, and the factors of each channel, for forward and
+// backward of batch norm on the CPU.
 
 #include <algorithm>
 
@@ -12,11 +12,12 @@
 
 namespace torchkiln::cpu::TORCHKILN_ISA {
 
-// Elements that are converted and computed together; they stay in the L1 cache.
+// Most elements of a run: they are converted and computed together, and stay in the L1 cache.
 inline constexpr int64_t kChannelRun = 512;
 
-/// How sums over the channels are split into tasks: chunks of `outer`, and groups of channels if
-/// the elements of a channel are adjacent. Each task has its channels' sums in the workspace.
+/// The split of sums over the channels into tasks. A task is a chunk of `outer` and, if the
+/// elements of a channel are adjacent, a group of channels. The workspace has the sums of each
+/// task's channels.
 struct ChannelPlan {
   int64_t chunks;
   int64_t outer_per_chunk;
@@ -24,7 +25,7 @@ struct ChannelPlan {
   int64_t channels_per_group;
 
   explicit ChannelPlan(const ChannelLayout& layout) {
-    constexpr int64_t kTaskElements = 1 << 15;  // enough to outweigh the hand-over to a thread
+    constexpr int64_t kTaskElements = 1 << 15;  // takes longer than starting a thread
     constexpr int64_t kMostChunks = 64;
     const bool rows = layout.inner == 1;
     const int64_t wanted =
@@ -45,7 +46,7 @@ struct ChannelPlan {
 };
 
 /// Calls body(at, count, channel) for runs of the elements begin <= i < end in memory. All elements
-/// of a run belong to `channel` or, with inner = 1, to channel, channel + 1, ...
+/// of a run belong to `channel`; with inner = 1 they belong to channel, channel + 1, ...
 template <class Body>
 void for_each_channel_run(const ChannelLayout& layout, int64_t begin, int64_t end,
                           const Body& body) {
@@ -64,8 +65,9 @@ void for_each_channel_run(const ChannelLayout& layout, int64_t begin, int64_t en
   }
 }
 
-/// Calls body(at, count, channel, is_first) for the runs of a task, channel by channel or strip by
-/// strip. is_first marks the first run of each; end(count, channel) follows its last run.
+/// Calls body(at, count, channel, is_first) for the runs of a task: channel by channel or, with
+/// inner = 1, for kChannelRun adjacent channels at a time. is_first marks the first run of these
+/// channels; end(count, channel) is called after their last run.
 template <class Body, class End>
 void for_each_task_run(const ChannelLayout& layout, const ChannelPlan& plan, int64_t task,
                        const Body& body, const End& end) {
@@ -90,11 +92,11 @@ void for_each_task_run(const ChannelLayout& layout, const ChannelPlan& plan, int
   }
 }
 
-// Running sums of one channel.
+// Number of running sums of one channel.
 inline constexpr int64_t kSums = 8;
 
-/// Adds the pair term(i) of each element of a run to first[i] and second[i] if each element has a
-/// channel of its own, else to kSums running sums of one channel.
+/// Adds the pair term(i) of each element of a run to sums. If `one_channel`, all elements add to
+/// kSums running sums of that channel; else element i adds to first[i] and second[i].
 template <class Term>
 void add_run(double* first, double* second, bool one_channel, int64_t count, const Term& term) {
   if (!one_channel) {
@@ -106,8 +108,8 @@ void add_run(double* first, double* second, bool one_channel, int64_t count, con
     }
     return;
   }
-  // Running sums in registers. They start at 0 for each run, which keeps the rounding error of many
-  // terms small.
+  // Running sums in registers. They start at 0 in each run, which limits the rounding error of many
+  // terms.
   double a[kSums] = {}, b[kSums] = {};
   int64_t i = 0;
   for (; i + kSums <= count; i += kSums) {
@@ -134,8 +136,8 @@ inline double total_of(const double* sums) {
   return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
 }
 
-/// The factors of the elements of a run: the argument of the activation is
-/// (x - mean) * scale + shift. Kept from run to run if the channels are the same.
+/// The factors of the elements of a run: the argument of the activation is (x - mean) * scale +
+/// shift. If the next run has the same channels, the factors are reused.
 template <class T>
 class ChannelFactors {
  public:
@@ -164,7 +166,8 @@ class ChannelFactors {
       std::copy_n(read_run(buffer, p.bias, channel, 1, count, p.parameter_dtype), count, shift);
 #pragma GCC ivdep
     for (int64_t i = 0; i < count; ++i) scale[i] *= rstd[i];
-    // An infinite weight must not turn the rounding error of the mean, perhaps 0, into NaN.
+    // If the weight is infinite, its product with the rounding error of the mean (perhaps 0) must
+    // not make the result NaN.
     for (int64_t i = 0; i < count; ++i)
       if (scale[i] - scale[i] == C(0)) shift[i] -= low[i] * scale[i];
     if (!one_channel) return;
@@ -178,7 +181,8 @@ class ChannelFactors {
   int64_t count_ = 0;
 };
 
-/// Sets z[i] to the argument of the activation, rounded in the same way in forward and backward.
+/// Computes the argument of the activation into z[i]. Forward and backward call this function, so
+/// their roundings are equal.
 template <class T, class C = Compute<T>>
 void read_argument(C* z, const ChannelFactors<T>& factors, const void* x, const void* residual,
                    int64_t at, int64_t count, Dtype dtype) {

@@ -8,22 +8,22 @@ namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
 
-/// Count, mean and sum of squared distances from the mean.
+/// The moments of numbers: count, mean, and sum of squared distances from the mean.
 struct Moments {
   double count;
   double mean;
   double squares;
 };
 
-/// The moments of numbers from their sums relative to `origin`, one of the numbers: the sum of
-/// squares loses few digits where the mean is far from 0.
+/// The moments of numbers from sums of their distances from `origin`, which is one of them. With
+/// distances the sum of squares loses few digits if the mean is far from 0.
 Moments moments_of(double count, double origin, double sum, double squares) {
   const double from_origin = sum / count;
   return {count, origin + from_origin, std::max(squares - sum * from_origin, squares * 0)};
 }
 
-/// Merges the moments of two sets: the squared distance of their means, times n1 n2 / (n1 + n2), is
-/// added to the sum of squares.
+/// Merges the moments of two sets of numbers. The sum of squares grows by the squared distance of
+/// their means times n1 n2 / (n1 + n2).
 Moments merged(const Moments& a, const Moments& b) {
   if (a.count == 0) return b;
   const double count = a.count + b.count;

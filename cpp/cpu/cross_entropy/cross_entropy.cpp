@@ -15,8 +15,8 @@ constexpr Status kOutOfRange{
     "target: a class is out of range; each has to be at least 0 and less than the number of "
     "classes, or ignore_index"};
 
-/// The target distribution q of a row, without the part 1 - label_smoothing that only the target
-/// class has.
+/// The target distribution q of a row, except the share 1 - label_smoothing, which belongs to the
+/// target class alone.
 template <class T>
 class Distribution {
  public:
@@ -32,15 +32,15 @@ class Distribution {
 
   /// Whether q is not 0 outside of the target class.
   bool is_spread() const { return target_.index == nullptr || target_.label_smoothing != 0; }
-  /// The part of q that only a target class of weight w has.
+  /// The share of q that belongs only to a target class of weight w.
   double target_share(double w) const { return confidence_ * w; }
-  /// The whole q of a target class of weight w.
+  /// The whole of q for a target class of weight w.
   double target_q(double w) const { return confidence_ * w + uniform_ * w; }
   double weight(int64_t index) const {
     return weight_ == nullptr ? 1.0 : static_cast<double>(weight_[index]);
   }
 
-  /// Reads q of the classes from `at` on, at most kPiece of them.
+  /// Returns q for `count` classes from `at` on, at most kPiece classes.
   const C* read(C* buffer, int64_t row, int64_t at, int64_t count) const {
     if (is_uniform()) return uniform_q_;
     const C confidence = static_cast<C>(confidence_);
@@ -58,8 +58,8 @@ class Distribution {
     return buffer;
   }
 
-  /// The sum of q over the first `classes` classes: exact if all q are equal, else `added`, the sum
-  /// as the caller accumulated it.
+  /// The sum of q over the first `classes` classes. It is exact if all q are equal; else it is
+  /// `added`, the sum that the caller has accumulated.
   double mass(double added, int64_t classes) const {
     return is_uniform() ? uniform_ * static_cast<double>(classes) : added;
   }
@@ -74,14 +74,14 @@ class Distribution {
   C uniform_q_[kPiece];
 };
 
-/// Values of a target index that stand for no class: the target is a row of probabilities, the row
-/// is ignored, or the class is in another shard.
+/// Values of a target index that are not a class. kNoClass: the target is a row of probabilities;
+/// kIgnored: the row is ignored; kElsewhere: another shard has the class.
 constexpr int64_t kNoClass = -1;
 constexpr int64_t kIgnored = -2;
 constexpr int64_t kElsewhere = -3;
 
-/// Sets `index` to the target class of a row, counted from the first one of the row, or to one of
-/// the values above. Returns false if the target is not a class.
+/// Sets `index` to the target class of a row, counted from the row's first class, or to one of the
+/// values above. Returns false if the target is not a class.
 bool read_target(const ClassTarget& target, int64_t row, int64_t classes, int64_t& index) {
   index = target.index == nullptr ? kNoClass : target.index[row];
   if (target.index == nullptr) return true;
@@ -95,7 +95,7 @@ bool read_target(const ClassTarget& target, int64_t row, int64_t classes, int64_
   return true;
 }
 
-/// 1 if no logit exceeds logits[index]; 0 otherwise, and if there is a NaN.
+/// 1 if no logit exceeds logits[index], else 0. NaN in the row gives 0.
 template <class T>
 Compute<T> is_largest(const T* logits, int64_t classes, int64_t index) {
   using C = Compute<T>;
@@ -111,12 +111,12 @@ Compute<T> is_largest(const T* logits, int64_t classes, int64_t index) {
   return larger == 0 ? C(1) : C(0);
 }
 
-/// Sums over the classes of a shard, without the target's own share.
+/// Sums over the classes of a shard, without the share that only the target class has.
 struct Parts {
-  double mass;   // of q
-  double below;  // of q * (logit - shift)
+  double mass;   // sum of q
+  double below;  // sum of q * (logit - shift)
   double shift;  // the maximum
-  double sum;    // of exp(logit - shift)
+  double sum;    // sum of exp(logit - shift)
 };
 
 /// Stores the numbers of a row of a shard.
@@ -147,7 +147,7 @@ void row_loss(const CrossEntropy& p, const Distribution<T>& distribution, int64_
   const T* logits = static_cast<const T*>(p.logits) + row * p.row_stride;
   C buffer[kPiece], q_buffer[kPiece], powers[kPiece];
   ExponentialSum<C> sum;
-  // The sums of q and of q * (logit - shift); the latter is updated when the shift changes.
+  // The sums of q and of q * (logit - shift). `below` is corrected when the shift changes.
   double mass = 0;
   double below = 0;
   for (int64_t at = 0; at < p.classes; at += kPiece) {
@@ -179,7 +179,7 @@ void row_loss(const CrossEntropy& p, const Distribution<T>& distribution, int64_
   }
   const double w = index == kNoClass ? 1.0 : distribution.weight(index);
   double loss = distribution.is_spread() ? mass * logarithm - below : 0.0;
-  // Replaces the NaN of an infinite probability times a distance of 0.
+  // An infinite probability times a distance of 0 made the loss NaN; the true loss is infinite.
   if (std::isinf(mass) && logarithm > 0) loss = mass;
   if (index != kNoClass) {
     const double own = distribution.target_share(w);
@@ -192,7 +192,7 @@ void row_loss(const CrossEntropy& p, const Distribution<T>& distribution, int64_
   }
   if (p.z_loss != 0) loss += p.z_loss * w * log_sum_exp * log_sum_exp;
   const C stored = static_cast<C>(log_sum_exp);
-  // The rounding of log_sum_exp changes exp(logit - stored) by this factor.
+  // The stored log_sum_exp is rounded, which changes exp(logit - stored) by this factor.
   const double correction = ExactMath::exp((static_cast<double>(stored) - shift) - logarithm);
   static_cast<C*>(p.loss)[row] = static_cast<C>(loss);
   static_cast<C*>(p.log_sum_exp)[row] = stored;
@@ -230,7 +230,7 @@ void row_gradient(const CrossEntropyBackward& p, const Distribution<T>& distribu
   T* grad_logits = static_cast<T*>(p.grad_logits) + row * p.grad_logits_row_stride;
   const C log_sum_exp = static_cast<const C*>(p.log_sum_exp)[row];
   const C factor = static_cast<const C*>(p.mass)[row] * scale;
-  // Computed first, because the gradient may overwrite the logits.
+  // Computed before the loop, because the gradient may overwrite the logits.
   C at_target = 0;
   if (index >= 0) {
     C logit;

@@ -25,7 +25,7 @@ struct DivergenceMath : ExactMath {
   }
 };
 
-/// The logarithms of the probabilities of a row.
+/// The log-probabilities of a row.
 template <class C>
 struct LogRow {
   const C* logits;
@@ -37,7 +37,8 @@ struct LogRow {
         log_sum_exp(number<C>(rows.log_sum_exp, row)),
         correction(std::log1p(number<C>(rows.mass, row) - C(1))) {}
 
-  /// The logits of a piece, multiplied. A loop of its own, as in row_logprob.
+  /// The logits of a piece of the row, multiplied by the scale. In a loop of its own: see
+  /// row_logprob.
   void scaled(int64_t at, int64_t count, C* to) const {
     for (int64_t i = 0; i < count; ++i) to[i] = logits[at + i] * scale;
   }

@@ -11,8 +11,8 @@
 
 namespace torchkiln::cpu::TORCHKILN_ISA {
 
-/// The smallest exponent whose product with its exponential is computed: those of all smaller ones
-/// are 0, of -infinity too.
+/// Exponents z below this bound are raised to it in products z * exp(z): these products are 0, and
+/// so is that of -infinity, which would be NaN.
 template <class C>
 constexpr C kLeastExponent = C(-1e4);
 
@@ -21,8 +21,8 @@ C bounded(C exponent) {
   return exponent < kLeastExponent<C> ? kLeastExponent<C> : exponent;
 }
 
-/// The logarithm of the probability of class `index`, which another shard may have, and the
-/// entropy.
+/// Computes the log-probability of class `index` and the entropy. Without an index, another shard
+/// has the class.
 template <class T>
 void row_logprob(const CrossEntropy& p, int64_t row, std::optional<int64_t> index) {
   using C = Compute<T>;
@@ -35,8 +35,8 @@ void row_logprob(const CrossEntropy& p, int64_t row, std::optional<int64_t> inde
   for (int64_t at = 0; at < p.classes; at += kPiece) {
     const int64_t count = std::min(kPiece, p.classes - at);
     widen_run(scaled, logits + at, /*stride=*/1, count);
-    // A loop of its own: in a fused multiply-subtract the rounding error of the product would be
-    // the difference of equal logits, 1e31 for logits of 1e38.
+    // A separate loop, so that the product is rounded: a fused multiply-subtract would return its
+    // rounding error for equal logits, 1e31 for logits of 1e38.
     for (int64_t i = 0; i < count; ++i) scaled[i] *= scale;
     if (index && *index >= at && *index < at + count)
       own = static_cast<double>(scaled[*index - at]);
@@ -70,8 +70,8 @@ void row_logprob(const CrossEntropy& p, int64_t row, std::optional<int64_t> inde
   store(p.entropy, logarithm - moment / sum.sum());
 }
 
-/// The gradient of a log-probability and an entropy, of type To. `grad` is that of the
-/// log-probability.
+/// The gradient of the logits, of type To, for incoming gradients of a log-probability (`grad`) and
+/// of an entropy.
 template <class T, class To>
 void row_logprob_gradient(const CrossEntropyBackward& p, int64_t row, int64_t index,
                           Compute<T> grad) {
@@ -95,7 +95,7 @@ void row_logprob_gradient(const CrossEntropyBackward& p, int64_t row, int64_t in
   for (int64_t at = 0; at < p.classes; at += kPiece) {
     const int64_t count = std::min(kPiece, p.classes - at);
     widen_run(scaled, logits + at, /*stride=*/1, count);
-    for (int64_t i = 0; i < count; ++i) scaled[i] *= factor;  // as in row_logprob
+    for (int64_t i = 0; i < count; ++i) scaled[i] *= factor;  // a separate loop, as in row_logprob
     if (index >= at && index < at + count) at_target = gradient(scaled[index - at]) + own;
     store_run(grad_logits + at, /*stride=*/1, count, results,
               [&](int64_t i) { return gradient(scaled[i]); });

@@ -1,7 +1,7 @@
 #pragma once
 
 // One bit per element: whether the output of relu is positive. Outputs of relu are positive, NaN or
-// 0, so the bit is set for everything but 0.
+// 0; the bit is set unless the output is 0.
 
 #include <array>
 #include <cstdint>
@@ -16,7 +16,7 @@
 namespace torchkiln::cpu::TORCHKILN_ISA {
 
 #ifdef __SSE2__
-/// One bit per element of eight adjacent ones: whether it is not zero.
+/// One bit for each of eight adjacent elements: whether it is not zero.
 inline uint8_t not_zero(const float* from) {
   const __m128 zero = _mm_setzero_ps();
   const int low = _mm_movemask_ps(_mm_cmpneq_ps(_mm_loadu_ps(from), zero));
@@ -63,7 +63,7 @@ void pack_signs(uint8_t* signs, const T* from, int64_t begin, int64_t end) {
   signs[at / 8] = not_zero(last);
 }
 
-/// The eight elements, 1 or 0, of each byte.
+/// For each byte value, its eight bits as numbers 1 or 0.
 template <class C>
 inline constexpr auto kUnpacked = [] {
   std::array<std::array<C, 8>, 256> table{};
@@ -72,7 +72,7 @@ inline constexpr auto kUnpacked = [] {
   return table;
 }();
 
-/// Sets to[i] = 1 or 0 for `count` elements from index `at` on.
+/// Unpacks the bits of `count` elements from index `at` on: sets to[i] to 1 or 0.
 template <class C>
 void unpack_signs(C* to, const uint8_t* signs, int64_t at, int64_t count) {
   const auto one = [&](int64_t i) {

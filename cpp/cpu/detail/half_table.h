@@ -1,7 +1,7 @@
 #pragma once
 
-// Functions of one half-precision number as tables of all 65,536 results. A lookup takes less
-// time than an exponential, and the common numbers of a tensor use a few KiB of the table.
+// Functions of one half-precision number, as tables of all 65,536 results. A lookup takes less time
+// than an exponential, and the numbers that are common in a tensor use a few KiB of the table.
 
 #include <algorithm>
 #include <cstdint>
@@ -11,7 +11,8 @@
 
 namespace torchkiln::cpu::TORCHKILN_ISA {
 
-/// Fewest elements that are looked up. Fewer are computed: the table may have left the caches.
+/// Fewest elements that are looked up. For fewer elements computing is faster, because the table
+/// may not be in the caches.
 inline constexpr int64_t kFewestOfTable = 1 << 14;
 
 template <class To>
@@ -25,8 +26,9 @@ To narrow(float value) {
   }
 }
 
-/// function(x) for each half-precision number x, rounded to To, by the bits of x. The table is
-/// computed when it is first used, and never freed: threads may outlive static objects.
+/// The table of function(x), rounded to To, for each half-precision number x; its bits are the
+/// index. The table is computed at its first use and never freed, because threads may outlive
+/// static objects.
 template <class T, class To, class Function>
 const To* half_table() {
   static const To* const table = [] {
@@ -39,7 +41,8 @@ const To* half_table() {
   return table;
 }
 
-/// Whether a range is long, of one half-precision dtype, and adjacent along dimension 0.
+/// Whether a range of elements can use a table: long enough, all operands of type T, and adjacent
+/// along dimension 0.
 template <class T, int Inputs>
 bool suits_table(const Elementwise<Inputs>& arguments, int64_t begin, int64_t end) {
   bool found = sizeof(T) == 2 && end - begin >= kFewestOfTable && arguments.layout.rank > 0 &&
@@ -49,7 +52,7 @@ bool suits_table(const Elementwise<Inputs>& arguments, int64_t begin, int64_t en
   return found;
 }
 
-/// Calls body(out, in, count) for the runs of a range of elements of T.
+/// Calls body(out, in, count) for the runs in a range of elements of type T.
 template <class T, int Inputs, class Body>
 void for_each_run(const Elementwise<Inputs>& arguments, int64_t begin, int64_t end,
                   const Body& body) {

@@ -1,7 +1,7 @@
 #pragma once
 
-// How a reduction is split into units of work on the CPU. Depends on shape and strides alone, so
-// that the order of every addition is the same for any number of threads.
+// The split of a reduction into units of work on the CPU. It depends on shape and strides alone, so
+// that additions have the same order with any number of threads.
 
 #include <algorithm>
 #include <cstdint>
@@ -10,27 +10,27 @@
 
 namespace torchkiln::cpu::TORCHKILN_ISA {
 
-// Elements per unit: enough to outweigh the hand-over to another thread.
+// Elements per unit. A unit then takes longer than starting a thread.
 inline constexpr int64_t kUnit = 1 << 16;
-// Columns per strip: their running sums, and four rows of them, stay in the L1 cache.
+// Columns per strip, so that their running sums and four rows of them stay in the L1 cache.
 inline constexpr int64_t kStrip = 4096;
-// Enough units for the threads of any machine.
+// Most chunks, which are enough units for the threads of any machine.
 inline constexpr int64_t kMaxChunks = 256;
 
-/// The units of work. For row sums, a unit is (row, chunk of the row); for column sums, (outer,
-/// chunk of the rows, strip of columns).
+/// The units of work. For row sums, a unit is a chunk of a row; for column sums, it is a strip of
+/// columns in a chunk of the rows of one `outer`.
 struct Plan {
   bool is_rows;
   int64_t strips = 1;
-  // `fold` narrow dense rows are read as one; the sums of their columns are added at the end of a
-  // unit.
+  // `fold` narrow dense rows are read as one row. At the end of a unit, the sums of equal columns
+  // are added.
   int64_t fold = 1;
   int64_t chunk;  // elements of a row, or rows, per unit
   int64_t chunks;
   int64_t units;
   int64_t units_per_task;
 
-  /// Whether an output has several units, whose partial sums reduce_finish() adds.
+  /// Whether several units share an output, so that reduce_finish() adds their partial sums.
   bool has_partials() const { return chunks > 1; }
 };
 
@@ -54,7 +54,8 @@ inline Plan make_plan(const Reduction& p) {
     plan.strips = ceil_div(p.inner * plan.fold, kStrip);
     const int64_t others = p.outer * plan.strips;
     const int64_t most = std::max<int64_t>(kMaxChunks / others, 1);
-    // With fewer rows per chunk, the partial sums would cost as much as the elements.
+    // At least 64 rows per chunk: with fewer, reading partial sums would take as long as reading
+    // the elements.
     plan.chunks = std::clamp<int64_t>(std::min(rows * width / kUnit, rows / 64), 1, most);
     plan.chunk = ceil_div(rows, plan.chunks);
     plan.chunks = ceil_div(rows, plan.chunk);

@@ -13,25 +13,28 @@ namespace torchkiln::cpu::TORCHKILN_ISA {
 inline constexpr uint32_t kMagnitude = 0x7fffffff;
 inline constexpr uint32_t kInfinity = 0x7f800000;
 
-/// Rounds to the nearest E4M3 number, ties to even. The magnitude is at most 448, or not finite.
+/// Rounds to the nearest E4M3 number, ties to even. The magnitude must be at most 448, or not
+/// finite.
 inline uint8_t narrow_fp8(float value) {
   const uint32_t bits = bits_of(value);
   const uint32_t magnitude = bits & kMagnitude;
   constexpr uint32_t kSmallestNormal = 121u << 23;  // 2^-6
-  constexpr float kLastBit = 0x1p14f;               // its last bit is 2^-9, that of E4M3 below 2^-6
+  constexpr float kLastBit = 0x1p14f;               // its last bit is 2^-9, as in E4M3 below 2^-6
   const uint32_t small = bits_of(float_of(magnitude) + kLastBit) - bits_of(kLastBit);
   const uint32_t normal = ((magnitude + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20) - (120u << 3);
   const uint32_t rounded = (magnitude < kSmallestNormal ? small : normal) | (bits >> 24 & 0x80u);
   return static_cast<uint8_t>(magnitude < kInfinity ? rounded : kFp8Nan);
 }
 
-/// The magnitude of a finite value as bits, which compare as the values do; 0 for others.
+/// The magnitude of a finite value, as bits; 0 for other values. Such bits have the order of the
+/// values.
 inline uint32_t finite_magnitude(float value) {
   const uint32_t magnitude = bits_of(value) & kMagnitude;
   return magnitude < kInfinity ? magnitude : 0u;
 }
 
-/// Writes a row in E4M3, and its scales, which are `scale_stride` apart.
+/// Writes a row in E4M3, and its scales. Adjacent scales of the row are `scale_stride` elements
+/// apart.
 template <class T>
 void quantize_row(const T* row, int64_t columns, uint8_t* data, float* scale,
                   int64_t scale_stride) {

@@ -9,8 +9,8 @@
 
 namespace torchkiln::cpu::TORCHKILN_ISA {
 
-/// The elements of a row that take part: the first `visible` ones, except where `mask` is 0. The
-/// mask is read as bytes, because g++ does not vectorise loops over bool.
+/// The elements of a row that are not masked: the first `visible` elements, except where `mask` is
+/// 0. The mask is read as bytes, because g++ does not vectorise loops over bool.
 struct ActiveRange {
   int64_t visible;
   const uint8_t* mask;

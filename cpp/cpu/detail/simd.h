@@ -8,7 +8,7 @@
 
 namespace torchkiln::cpu::TORCHKILN_ISA {
 
-// Register size in bytes. 64-byte registers read memory no faster than 32-byte ones, and take
+// Bytes per register. Registers of 64 bytes read memory no faster than those of 32 bytes, and take
 // longer to sum at the end.
 #ifdef __AVX2__
 inline constexpr int64_t kRegister = 32;
@@ -26,7 +26,7 @@ using Wide = typename WideOf<C, bytes>::type;
 template <class C>
 inline constexpr int64_t kWide = kRegister / sizeof(C);
 
-// Elements per block, whose sum is formed in the compute type: 16 additions per lane of four
+// Elements per block. The sum of a block has the compute type: 16 additions per lane of four
 // registers. The sums of blocks are added in double.
 template <class C>
 inline constexpr int64_t kBlock = 16 * 4 * kWide<C>;
@@ -68,8 +68,8 @@ C sum_of(const C* values, int64_t count) {
   return lane_sum<C>((a + b) + (c + d)) + rest;
 }
 
-/// The sum of bfloat16 values, without a converted copy: each half of a 32-bit word becomes a float
-/// by a shift or a mask.
+/// The sum of bfloat16 values, without a converted copy: a shift or a mask makes a float of each
+/// half of a 32-bit word.
 inline float sum_of(const BFloat16* values, int64_t count) {
   constexpr int64_t kStep = 2 * kWide<uint32_t>;
   Wide<float> a{}, b{}, c{}, d{};
@@ -94,8 +94,8 @@ inline float sum_of(const BFloat16* values, int64_t count) {
   return lane_sum<float>((a + b) + (c + d)) + rest;
 }
 
-/// Adds numbers in groups of 16, and the sums again in groups of 16, so that the rounding error
-/// grows with the logarithm of their number.
+/// Adds numbers in groups of 16, then the sums of 16 groups, and so on, so that the rounding error
+/// grows with the logarithm of the count.
 class Cascade {
  public:
   void add(double number) {
@@ -121,8 +121,8 @@ class Cascade {
   int64_t count_ = 0;
 };
 
-/// Rounds a double to float, to odd: the last bit is set if anything was cut off. The result can be
-/// rounded once more without the error of rounding twice.
+/// Rounds a double to float by rounding to odd: the last bit is set if any digit was cut off. A
+/// second rounding, to half precision, is then correct.
 inline float sticky_float(double value) {
   const float nearest = static_cast<float>(value);
   const double back = static_cast<double>(nearest);

@@ -1,7 +1,7 @@
 #pragma once
 
-// Common to softmax and cross-entropy: the maximum of a row and the sum of the exponentials
-// relative to it, in one pass.
+// The maximum of a row and the sum of the exponentials relative to it, in one pass, for softmax and
+// cross-entropy.
 
 #include <algorithm>
 #include <limits>
@@ -11,14 +11,15 @@
 
 namespace torchkiln::cpu::TORCHKILN_ISA {
 
-/// Elements of a row that are converted and computed together; their buffers stay in the L1 cache.
+/// Elements per piece of a row. They are converted and computed together; their buffers stay in the
+/// L1 cache.
 inline constexpr int64_t kPiece = 1024;
 
 template <class C>
 inline constexpr C kInfinity = std::numeric_limits<C>::infinity();
 
-/// The maximum; -infinity for a range that is empty or all NaN. NaN is skipped, because it shows in
-/// the sum.
+/// The maximum; -infinity for a range that is empty or all NaN. NaN is skipped, because the sum of
+/// exponentials will be NaN.
 template <class C>
 C largest(const C* values, int64_t count) {
   constexpr int64_t kStep = kWide<C>;
@@ -41,7 +42,7 @@ C largest(const C* values, int64_t count) {
   return result;
 }
 
-/// The maximum of bfloat16 values, converted by halves of words as in sum_of().
+/// The maximum of bfloat16 values, which are converted as in sum_of().
 inline float largest(const BFloat16* values, int64_t count) {
   constexpr int64_t kStep = 2 * kWide<uint32_t>;
   const auto larger = [](Wide<float> a, Wide<float> b) { return a > b ? a : b; };
@@ -61,7 +62,7 @@ inline float largest(const BFloat16* values, int64_t count) {
   return result;
 }
 
-/// The sum: in C within a block, then in double.
+/// The sum of `count` values: in C within a block, in double over blocks.
 template <class C>
 double piece_sum(const C* values, int64_t count) {
   double sum = 0;
@@ -70,10 +71,10 @@ double piece_sum(const C* values, int64_t count) {
   return sum;
 }
 
-/// The logarithm of a normal number, from the series of the inverse hyperbolic tangent; NaN stays
-/// NaN. For float the relative error is at most 2e-9, one digit better than float. The C
-/// library's log is not used: loops over columns need a vectorised one, and its symbol version
-/// needs a newer glibc than wheels may require.
+/// The logarithm of a normal number, from the series of the inverse hyperbolic tangent; NaN for
+/// NaN. The relative error for float is at most 2e-9, one digit better than float. It replaces the
+/// C library's log, which loops over columns cannot vectorise, and whose symbol version needs a
+/// newer glibc than wheels may require.
 template <class C>
 TORCHKILN_FUNCTION double log_of(double number) {
   constexpr int64_t kRootOfHalfBits = 0x3fe6a09e667f3bcd;
@@ -111,9 +112,9 @@ TORCHKILN_FUNCTION double log_of(double number) {
   return number == number ? result : number;
 }
 
-/// The maximum of a row and the sum of exp(value - maximum), piece by piece: the sum is rescaled
-/// when a piece has a larger maximum. The sum is NaN if the row contains NaN or +infinity, or
-/// nothing above -infinity.
+/// The maximum of a row and the sum of exp(value - maximum), computed piece by piece. If a piece
+/// has a larger maximum, the sum is rescaled. The sum is NaN if the row contains NaN or +infinity,
+/// or only -infinity.
 template <class C>
 class ExponentialSum {
  public:
@@ -137,7 +138,7 @@ class ExponentialSum {
   double sum() const {
     return max_ == -kInfinity<C> ? std::numeric_limits<double>::quiet_NaN() : sum_;
   }
-  /// As sum(), but 0 if there was nothing but -infinity.
+  /// The sum as in sum(), except that it is 0 if all values were -infinity.
   double sum_or_zero() const { return sum_; }
 
  private:

@@ -1,7 +1,7 @@
 #pragma once
 
-// Rows in steps of one register, converted when they are loaded and stored. For kernels that pass
-// over a row several times, where a converted copy would not pay.
+// Access to rows in steps of one register, with conversions at loads and stores. For kernels that
+// pass over a row several times, where a converted copy would take longer.
 
 #include <algorithm>
 
@@ -15,13 +15,14 @@ using Lanes = Wide<C>;
 template <class C>
 inline constexpr int64_t kLanes = kWide<C>;
 
-/// A step over all lanes of a register, or over the first few at the end of a row.
+/// FullStep: a step over all lanes of a register. PartialStep: a step over the first few lanes, at
+/// the end of a row.
 struct FullStep {};
 struct PartialStep {
   int64_t count;
 };
 
-/// A mask of these lanes: all bits set, as integers of C's size.
+/// A mask with all bits set in the lanes of the step, as integers of C's size.
 template <class C>
 auto mask(PartialStep part) {
   decltype(Lanes<C>{} < Lanes<C>{}) lane{};
@@ -36,7 +37,7 @@ inline Lanes<double> load_lanes(const double* from, FullStep) {
   return load_wide<Lanes<double>>(from);
 }
 
-// 16-bit conversions use intrinsics where g++ would split the registers.
+// Conversions of 16-bit types use intrinsics if g++ would otherwise split the registers.
 
 inline Lanes<float> load_lanes(const BFloat16* from, FullStep) {
 #ifdef __AVX2__
@@ -58,7 +59,7 @@ inline Lanes<float> load_lanes(const Half* from, FullStep) {
 #endif
 }
 
-/// Copies 4, 2 and 1 elements, each if the count has that bit: a loop would become a call of
+/// Copies 4, 2 and 1 elements, each if the count has that bit. g++ would turn a loop into a call of
 /// memcpy, which takes as long as a short row.
 template <int64_t lanes, class T>
 void copy_partial(T* to, const T* from, PartialStep part) {
@@ -70,7 +71,7 @@ void copy_partial(T* to, const T* from, PartialStep part) {
   }
 }
 
-/// Lanes beyond the end are zero.
+/// Loads the elements of the step; lanes beyond the end are zero.
 template <class T>
 Lanes<Compute<T>> load_lanes(const T* from, PartialStep part) {
   T buffer[kLanes<Compute<T>>] = {};
@@ -141,7 +142,7 @@ inline void store_lanes(double* to, const Lanes<double>& lanes, PartialStep part
 }
 #endif
 
-/// The lanes, rounded to T.
+/// Rounds the lanes to T, and converts them back.
 template <class T>
 Lanes<Compute<T>> round_lanes(const Lanes<Compute<T>>& lanes) {
   T rounded[kLanes<Compute<T>>];
@@ -149,7 +150,7 @@ Lanes<Compute<T>> round_lanes(const Lanes<Compute<T>>& lanes) {
   return load_lanes(rounded, FullStep{});
 }
 
-/// The lanes, with zeros beyond the end.
+/// The lanes of the step, with zeros beyond the end.
 template <class C>
 Lanes<C> within(const Lanes<C>& lanes, FullStep) {
   return lanes;
@@ -159,8 +160,7 @@ Lanes<C> within(const Lanes<C>& lanes, PartialStep part) {
   return mask<C>(part) ? lanes : Lanes<C>{};
 }
 
-/// Calls step(i, FullStep or PartialStep) for the steps begin, begin + kLanes<C>, ... of the
-/// columns before `end`.
+/// Calls step(i, FullStep or PartialStep) for i = begin, begin + kLanes<C>, ... below `end`.
 template <class C, class Step>
 void for_lanes(int64_t begin, int64_t end, const Step& step) {
   int64_t i = begin;
@@ -168,8 +168,8 @@ void for_lanes(int64_t begin, int64_t end, const Step& step) {
   if (i < end) step(i, PartialStep{end - i});
 }
 
-/// Calls term(i, FullStep or PartialStep, sums) for all columns i. The term adds to sums[n];
-/// totals[n] receives the total. A block is summed in four registers with 16 terms per lane, and
+/// Calls term(i, FullStep or PartialStep, sums) for all columns i. The term must add to sums[n];
+/// totals[n] receives the total. Blocks are summed in four registers with 16 terms per lane, and
 /// the sums of blocks are added in double.
 template <class C, int count, class Term>
 void sum_lanes(double (&totals)[count], int64_t columns, const Term& term) {

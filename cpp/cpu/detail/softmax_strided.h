@@ -1,7 +1,7 @@
 #pragma once
 
-// Softmax of rows that lie side by side as columns: where the dimension is not the innermost one,
-// or rows are too short to be vectorised one at a time.
+// Softmax of several rows at a time, as columns of registers: for dimensions that are not the
+// innermost one, and for rows too short to be vectorised one by one.
 
 #include <algorithm>
 #include <limits>
@@ -12,20 +12,20 @@
 namespace torchkiln::cpu::TORCHKILN_ISA {
 
 inline constexpr int64_t kColumns = 256;
-// Elements per column that are buffered, and summed in the compute type.
+// Elements per column that are buffered together, and summed in the compute type.
 inline constexpr int64_t kColumnBlock = 32;
 
-/// The columns of an operand, in groups of equally spaced columns.
+/// The rows of an operand as columns, in groups of equally spaced columns.
 template <class T>
 struct Columns {
   T* data;
-  int64_t stride;  // between the elements of a column
+  int64_t stride;  // elements from one element of a column to the next
   int64_t column_stride;
   int64_t group_stride;
   int64_t group;  // columns per group
 };
 
-/// The columns begin <= i < begin + count of an operand; count is at most kColumns.
+/// A strip of an operand: the columns begin <= i < begin + count, at most kColumns.
 template <class T>
 class Strip {
  public:
@@ -38,21 +38,21 @@ class Strip {
         count_(count),
         first_count_(std::min(count, columns.group - begin % columns.group)) {}
 
-  /// Whether the compiler can vectorise a loop over row(r).
+  /// Whether the compiler can vectorise a loop that accesses row(r) directly.
   bool is_direct() const {
     return !std::is_same_v<std::remove_const_t<T>, Half> && columns_.column_stride == 1 &&
            first_count_ == count_;
   }
   T* row(int64_t r) const { return data_ + r * columns_.stride; }
 
-  /// Sets to[i] to element r of column i.
+  /// Reads element r of each column i into to[i].
   void read(int64_t r, C* to) const {
     for_groups(r, [&](int64_t at, T* from, int64_t count) {
       widen_run(to + at, from, columns_.column_stride, count);
     });
   }
 
-  /// Sets element r of column i to result(i), rounded.
+  /// Stores result(i), rounded, as element r of each column i.
   template <class Result>
   void store(int64_t r, C* buffer, const Result& result) const {
     if (first_count_ == count_)
@@ -86,8 +86,8 @@ class Strip {
   int64_t first_count_;  // columns of the strip in the first group
 };
 
-/// The rows of a strip in the compute type, scaled. Rows that need a copy are kept for later passes
-/// if a column is no longer than a block.
+/// The rows of a strip, scaled, in the compute type. If they need a copy and a column is no longer
+/// than a block, the copies are kept for later passes.
 template <class T>
 class BufferedRows {
  public:
@@ -102,11 +102,11 @@ class BufferedRows {
 
   bool buffers_all() const { return buffers_all_; }
   C* buffer_of(int64_t r) { return rows_[buffers_all_ ? r : 0]; }
-  /// Whether row(r) can be used directly: widen() of its elements yields the numbers.
+  /// Whether row(r) can be used directly, because widen() of its elements gives the scaled numbers.
   bool is_direct() const { return is_direct_; }
   const T* row(int64_t r) const { return strip_.row(r); }
 
-  /// The numbers of row r; `again`: whether the row was read before. Forced inlining, because a
+  /// The numbers of row r. `again`: whether the row was read before. Inlining is forced, because a
   /// call would take a fifth of the time of short rows.
   TORCHKILN_FUNCTION const C* numbers(int64_t r, bool again) {
     if constexpr (std::is_same_v<T, C>) {
@@ -160,8 +160,8 @@ void softmax_columns(const Softmax& p, const Strip<const T>& x, const Strip<T>& 
     for (int64_t i = 0; i < count; ++i) {
       const C next = maximum[i] > -kInfinity<C> ? maximum[i] : C(0);
       if (first > 0) {
-        // The sum is 0 while all elements are -infinity, and the shift may grow by any amount: the
-        // clamp keeps exp() finite.
+        // The sum is 0 as long as all elements are -infinity. Then the shift may grow by any
+        // amount; the clamp keeps exp() finite.
         const double step = static_cast<double>(shift[i]) - static_cast<double>(next);
         sum[i] *= ExactMath::exp(step < 0 ? step : 0.0);
       }

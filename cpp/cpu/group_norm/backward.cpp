@@ -5,10 +5,11 @@ namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
 
-// Gradients of the argument that are kept from the first pass to the second: 256 KiB in float32.
+// Most elements of a span whose gradients g are kept from the first pass for the second: 256 KiB in
+// float32.
 constexpr int64_t kKeptElements = 1 << 16;
 
-/// The gradient g of the argument of the activation, for the runs of a span.
+/// Computes g, the gradient of the activation's argument, for the runs of a span.
 template <bool kRows, class C, class Act>
 class ArgumentGradient {
  public:
@@ -32,7 +33,7 @@ class ArgumentGradient {
     });
   }
 
-  /// Calls body() for all runs again, with the kept gradients if there are any.
+  /// Calls body() for all runs again. Reuses g if the first pass has kept it.
   template <class Body>
   void second_pass(const Body& body) {
     if (kept_.empty()) return first_pass(body);
@@ -65,7 +66,7 @@ class ArgumentGradient {
   std::vector<C> kept_;
 };
 
-/// The workspace: sums of g, then of g * n, for each channel of each sample.
+/// The sums in the workspace for a sample: of g, then of g * n, for each channel.
 double* sums_of(const GroupNormBackward& p, int64_t sample) {
   return static_cast<double*>(p.workspace) + sample * 2 * p.layout.channels;
 }

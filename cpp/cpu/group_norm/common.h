@@ -1,7 +1,7 @@
 #pragma once
 
-// Common to forward and backward of group norm on the CPU: spans of groups, their runs, and the
-// factors of their channels.
+// Spans of groups, their runs, and the factors of their channels, for forward and backward of group
+// norm on the CPU.
 
 #include <vector>
 
@@ -10,11 +10,12 @@
 
 namespace torchkiln::cpu::TORCHKILN_ISA {
 
-/// Whole groups of a sample that are computed together. If each channel is a plane, a span is one
-/// group; if the channels of a pixel are adjacent, it has up to kChannelRun channels.
+/// A span: whole groups of a sample that are computed together. If each channel is a plane, a span
+/// is one group. If the channels of a pixel are adjacent, a span has up to kChannelRun channels.
 class GroupSpan {
  public:
-  /// The groups from `group` on, before `end`; groups are counted over all samples.
+  /// A span that begins with `group` and ends at most before `end`; groups are counted over all
+  /// samples.
   GroupSpan(const GroupLayout& layout, int64_t group, int64_t end)
       : rows_(layout.channels_last || layout.inner == 1),
         group_(group),
@@ -29,17 +30,19 @@ class GroupSpan {
     stride_ = rows_ ? layout.channels : layout.inner;
   }
 
-  /// Whether a run has elements of adjacent channels; else all are of one channel.
+  /// Whether a run has elements of adjacent channels. If not, all its elements belong to one
+  /// channel.
   bool rows() const { return rows_; }
   int64_t group() const { return group_; }
   int64_t groups() const { return groups_; }
   int64_t first_channel() const { return first_channel_; }
   int64_t channels() const { return groups_ * channels_per_group_; }
   int64_t elements() const { return count_ * width_; }
-  /// The index in the span of a channel's group; `channel` is counted in the span, too.
+  /// The index within the span of a channel's group; `channel` is an index within the span, too.
   int64_t group_of(int64_t channel) const { return channel / channels_per_group_; }
 
-  /// Calls body(at, count, channel) for all runs; `channel` is the first one, in the span.
+  /// Calls body(at, count, channel) for all runs. `channel` is the first channel of the run,
+  /// counted within the span.
   template <class Body>
   void for_each_run(const Body& body) const {
     for (int64_t row = 0; row < count_; ++row) {
@@ -61,7 +64,7 @@ class GroupSpan {
   int64_t stride_;
 };
 
-/// Calls body(span, whether its runs are rows, as std::bool_constant) for the spans of a range.
+/// Calls body(span, rows) for the spans of a range; `rows` is span.rows() as a std::bool_constant.
 template <class Body>
 void for_each_span(const GroupLayout& layout, int64_t begin, int64_t end, const Body& body) {
   while (begin < end) {
@@ -79,7 +82,8 @@ void for_each_span(const GroupLayout& layout, int64_t begin, int64_t end, const 
 template <class C>
 using ChannelValues = std::vector<C>;
 
-/// The values of the elements of a run: one for each of its channels, or one for its only channel.
+/// The values for the elements of a run: one per channel of a row, or one for the run's only
+/// channel.
 template <bool kRows, class C>
 struct RunValues {
   const C* own;
@@ -127,7 +131,8 @@ struct GroupFactors {
     read(shift, p.bias, first, p.parameter_dtype);
     for (size_t i = 0; i < scale.size(); ++i) {
       scale[i] = weight[i] * rstd[i];
-      // An infinite weight must not turn the rounding error of the mean, perhaps 0, into NaN.
+      // If the weight is infinite, its product with the rounding error of the mean (perhaps 0) must
+      // not make the result NaN.
       if (scale[i] - scale[i] == C(0)) shift[i] -= low[i] * scale[i];
     }
   }
@@ -145,7 +150,7 @@ struct GroupFactors {
   }
 };
 
-/// Sets from_mean[i] to x - mean and z[i] to the argument of the activation.
+/// Computes x - mean into from_mean[i], and the argument of the activation into z[i].
 template <bool kRows, class C>
 void read_argument(C* from_mean, C* z, const GroupFactors<C>& factors, const C* x, int64_t count,
                    int64_t channel) {

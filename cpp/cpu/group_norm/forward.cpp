@@ -10,8 +10,8 @@ namespace {
 
 constexpr int64_t kBlockRows = 32;
 
-/// Sums of a group, relative to its first element: the sum of squares loses few digits where the
-/// mean is far from 0.
+/// Sums over a group, of the distances from its first element. With distances the sum of squares
+/// loses few digits if the mean is far from 0.
 struct GroupSums {
   double origin = 0;
   double total = 0;
@@ -22,8 +22,8 @@ template <bool kRows, class C>
 std::vector<GroupSums> sums_of(const GroupNorm& p, const GroupSpan& span) {
   std::vector<GroupSums> groups(static_cast<size_t>(span.groups()));
   ChannelValues<double> origins(static_cast<size_t>(span.channels()));
-  // For each channel of a row, the sums of the current block of rows and of all earlier blocks; or
-  // running sums of one channel. Blocks keep the rounding error of many equal terms small.
+  // Sums of the current block of rows and of all earlier blocks: for each channel of a row, or as
+  // running sums of one channel. Blocks limit the rounding error of many equal terms.
   const auto size = static_cast<size_t>(kRows ? span.channels() : kSums);
   std::vector<double> sums(size), squares(size), all_sums(size), all_squares(size);
   const auto end_block = [&] {

@@ -9,26 +9,26 @@ namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
 
-// Rows whose gradients of weight and bias are formed together in registers, before they are added
-// to the running sums. The running sums are as long as a row; otherwise they would be read and
-// written once per row. Short float32 rows go one by one: their sums stay in the L1 cache, and
-// memory is written faster in one stream than in several. Short rows of 16-bit types are grouped,
-// because their conversions take longer. So are short rows of float64, because no wider type could
-// add up their blocks.
+// Rows per group: their terms of the gradients of weight and bias are added in registers, before
+// the running sums, which are as long as a row, are read and written. Short float32 rows are not
+// grouped: their sums stay in the L1 cache, and memory is written faster in one stream than in
+// several. Short rows of 16-bit types are grouped, because their conversions take longer, and those
+// of float64, because no wider type could add the sums of their blocks.
 constexpr int64_t kGroup = 4;
 constexpr int64_t kShort = 1024;
-// Rows, or groups of rows, per block: their sums are formed separately and then added to the sums
-// of a chunk in double, as for reductions. The rounding error in float is that of 16 additions
-// for any number of rows.
+// Rows, or groups of rows, per block. The sums of a block have the compute type and are added to
+// the sums of a chunk in double, as in reductions. The rounding error in float is that of 16
+// additions for any number of rows.
 constexpr int64_t kBlockAdditions = 16;
-/// Computes grad_x of the rows row, row + 1, ..., and adds to the gradients of weight and bias.
+/// Computes grad_x of `rows` rows from `row` on, and adds their terms to the gradients of weight
+/// and bias.
 template <class T, class W, int rows>
 void rows_backward(const NormBackward& p, int64_t row, Compute<T>* grad_weight,
                    Compute<T>* grad_bias) {
   using C = Compute<T>;
   const PerColumn<W> weight(p.weight, 1);
   const C offset = p.weight == nullptr ? C(0) : static_cast<C>(p.weight_offset);
-  // Local copies of pointers and strides: g++ must assume that a store changes the fields of p.
+  // Local copies of the pointers and strides in p, because g++ must assume that a store changes p.
   const int64_t columns = p.columns;
   const T* grad[rows];
   const T* z[rows];
@@ -46,8 +46,8 @@ void rows_backward(const NormBackward& p, int64_t row, Compute<T>* grad_weight,
     z[r] = static_cast<const T*>(p.z) + (row + r) * p.z_row_stride;
     mean[r] = p.centered ? static_cast<const C*>(p.mean)[row + r] : C(0);
     rstd[r] = static_cast<const C*>(p.rstd)[row + r];
-    // The distance of a single column to its mean is always 0, and so is its gradient.
-    // Multiply-adds would leave a rounding error of g * w, times rstd.
+    // A single column has a distance of 0 from its mean, so its gradient is 0. Fused multiply-adds
+    // would leave a rounding error of g * w, times rstd.
     scale[r] = p.centered && columns == 1 ? C(0) : rstd[r];
     if (has_grad_sum)
       grad_sum[r] = static_cast<const T*>(p.grad_sum) + (row + r) * p.grad_sum_row_stride;
@@ -87,25 +87,25 @@ void rows_backward(const NormBackward& p, int64_t row, Compute<T>* grad_weight,
 }
 
 int64_t chunk_count(const NormBackward& p) {
-  constexpr int64_t kChunkElements = 1 << 15;  // enough to outweigh the hand-over to another thread
+  constexpr int64_t kChunkElements = 1 << 15;  // takes longer than starting a thread
   constexpr int64_t kMaxChunks = 64;
-  // With few rows per chunk, partial sums would cost as much as the rows; but for few long rows,
-  // using several threads matters more.
+  // At least 32 rows per chunk, because with fewer, reading partial sums takes as long as the rows.
+  // Up to 8 chunks may be shorter, because for few long rows several threads matter more.
   const int64_t most = std::max(p.rows / 32, std::min<int64_t>(p.rows, 8));
   return std::clamp<int64_t>(p.rows * p.columns / kChunkElements, 1,
                              std::clamp<int64_t>(most, 1, kMaxChunks));
 }
 
-/// How rows and workspace are split. The workspace has the sums of weight's and bias's gradients of
-/// all chunks in double, followed by the sums of each chunk's current block in the compute type. If
-/// a chunk is one block, there are only sums of blocks.
+/// The split of the rows and of the workspace. The workspace has, for all chunks, the sums for both
+/// gradients in double, followed by the sums of each chunk's current block in the compute type. If
+/// each chunk is one block, there are only the sums of blocks.
 struct ChunkPlan {
   int64_t chunks;
   int64_t rows_per_chunk;
   bool in_groups;
   int64_t rows_per_block;
   bool has_blocks;
-  int64_t sums;  // of both gradients, per chunk
+  int64_t sums;  // for both gradients, per chunk
   size_t size_of_sum;
 
   explicit ChunkPlan(const NormBackward& p)
@@ -155,8 +155,8 @@ void chunk_backward(const NormBackward& p, const ChunkPlan& plan, int64_t chunk)
   }
 }
 
-/// Adds the sums of one gradient over all chunks; `offset` is the index of its first sum among the
-/// sums of a chunk.
+/// Adds the sums of all chunks for one gradient. `offset`: index of its first sum among the sums of
+/// a chunk.
 template <class W>
 void finish(const NormBackward& p, const ChunkPlan& plan, int64_t offset, void* out, int64_t begin,
             int64_t end) {

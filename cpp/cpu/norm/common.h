@@ -1,6 +1,6 @@
 #pragma once
 
-// Common to the forward and backward pass of norms: weight and bias.
+// Weight and bias, for the forward and backward pass of norms on the CPU.
 
 #include "detail/simd_row.h"
 #include "torchkiln/kernels/norm.h"
@@ -26,7 +26,7 @@ class PerColumn {
   Lanes<C> otherwise_;
 };
 
-/// Calls body(TypeTag<T>{}, TypeTag<W>{}) with the types of the rows and of weight and bias.
+/// Calls body(TypeTag<T>{}, TypeTag<W>{}): T is the type of the rows, W that of weight and bias.
 template <class Body>
 Status dispatch_weighted(Dtype dtype, Dtype weight_dtype, const Body& body) {
   return dispatch_floating(dtype, [&](auto tag) {

@@ -11,11 +11,11 @@ namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
 
-// Columns per block, which stay in the L1 cache between two passes.
+// Columns per block, which stay in the L1 cache between the two passes over it.
 constexpr int64_t kBlockColumns = 2048;
 
-/// Mean and reciprocal standard deviation of a row. The mean has two parts: its rounding error
-/// would be noticeable in z - mean where the mean is far from 0.
+/// Mean and reciprocal standard deviation of a row. The mean has two parts, rounded value and
+/// rounding error, because the error matters in z - mean if the mean is far from 0.
 template <class C>
 struct Moments {
   C mean;
@@ -23,14 +23,14 @@ struct Moments {
   C rstd;
 };
 
-/// Mean and variance are computed per block, in two passes over the L1 cache, and merged in double:
-/// merging two blocks adds the squared distance of their means, times n1 n2 / (n1 + n2), to the sum
-/// of squares.
+/// The moments of a row. Each block takes two passes over the L1 cache, for its mean and its
+/// variance. Blocks are merged in double: the sum of squares grows by the squared distance of their
+/// means times n1 n2 / (n1 + n2).
 template <class T>
 Moments<Compute<T>> moments(const T* z, const Norm& p) {
   using C = Compute<T>;
   double origin = 0;
-  double mean = 0;  // relative to the origin
+  double mean = 0;  // as a distance from the origin
   double squares = 0;
   for (int64_t begin = 0; begin < p.columns; begin += kBlockColumns) {
     const int64_t count = std::min(kBlockColumns, p.columns - begin);
@@ -71,8 +71,8 @@ Moments<Compute<T>> moments(const T* z, const Norm& p) {
   return m;
 }
 
-/// Calls body(pointer to the row of the residual), of type T or, if T is float32, of half
-/// precision.
+/// Calls body(pointer to the row of the residual). The residual has type T or, if T is float32,
+/// possibly half precision.
 template <class T, class Body>
 void with_residual(const Norm& p, int64_t row, const Body& body) {
   const auto call = [&](auto tag) {
@@ -86,7 +86,7 @@ void with_residual(const Norm& p, int64_t row, const Body& body) {
   call(TypeTag<T>{});
 }
 
-/// Writes a row of the result to y.
+/// Computes a row of the result into y.
 template <class T, class W>
 void norm_row(const Norm& p, int64_t row, T* y) {
   using C = Compute<T>;

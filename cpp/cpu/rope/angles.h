@@ -10,9 +10,9 @@
 
 namespace torchkiln::cpu::TORCHKILN_ISA {
 
-inline constexpr int64_t kPairs = 64;  // pairs that are computed together
+inline constexpr int64_t kPairs = 64;  // most pairs of a run, which are computed together
 
-/// The row of a token; -1 for none.
+/// The row of a token in the tables of cos and sin; -1 if its position is outside of them.
 inline int64_t row_of(const TokenRows& p, int64_t batch, int64_t token) {
   int64_t row = token;
   if (p.positions != nullptr) {
@@ -23,7 +23,7 @@ inline int64_t row_of(const TokenRows& p, int64_t batch, int64_t token) {
   return 0 <= row && row < p.rows ? row : -1;
 }
 
-/// Sets to[i] to the factors of `count` pairs, times `sign`.
+/// Reads the factors of `count` pairs, times `sign`, into to[i].
 template <class C>
 void read_factors(const RopeAngles& p, const RopeFactors& factors, int64_t batch, int64_t row,
                   int64_t pair, int64_t count, C sign, C* to) {

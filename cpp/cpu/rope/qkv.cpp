@@ -11,7 +11,7 @@ namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
 
-// Fewest tokens per chunk of the backward, and most chunks. Each chunk has a row of sums.
+// Fewest tokens per chunk of backward, and most chunks. The workspace has a row of sums per chunk.
 constexpr int64_t kChunkTokens = 64;
 constexpr int64_t kMostChunks = 64;
 
@@ -47,7 +47,8 @@ struct Factors {
   }
 };
 
-/// Weights of queries and keys in the compute type, with the offset; ones where there is no weight.
+/// The weights of queries and keys in the compute type, including the offset; ones if there is no
+/// weight.
 template <class C>
 struct Weights {
   std::vector<C> rows[2];
@@ -66,13 +67,13 @@ struct Weights {
 
 int64_t heads_of(const QkvNormRope& p, int kind) { return kind == 0 ? p.heads : p.kv_heads; }
 
-/// The position of the first head of a kind in a packed row.
+/// The index of a kind's first head in a packed row.
 int64_t first_of(const QkvNormRope& p, int kind) {
   return kind == 0 ? 0 : p.heads + (kind - 1) * p.kv_heads;
 }
 
-/// The sum of term(i) for i < count, in parallel sums, which the compiler vectorises and which lose
-/// few digits.
+/// The sum of term(i) for i < count, in 16 running sums, so that the compiler vectorises it and few
+/// digits are lost.
 template <class C, class Term>
 C sum_of(int64_t count, const Term& term) {
   constexpr int64_t kSums = 16;
@@ -142,8 +143,8 @@ void forward_token(const QkvNormRope& p, const Weights<Compute<T>>& weights, int
   }
 }
 
-/// Adds to `sums` the terms of the gradient of the weight. `grad` is the gradient of the weighted
-/// elements and becomes the gradient of the elements of x.
+/// Adds the terms of the gradient of the weight to `sums`. `grad` must be the gradient of the
+/// weighted elements; it is overwritten by the gradient of x.
 template <class C>
 void norm_gradient(const QkvNormRope& p, int64_t size, const C* weight, const C* x, C* grad,
                    C* sums) {

@@ -4,7 +4,7 @@ namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
 
-/// Sets to[i * stride] = 0 where mask[i] is 0. With stride 1 every element is stored.
+/// Sets to[i * stride] to 0 if mask[i] is 0. With stride 1 it stores every element.
 template <class T>
 void clear_masked(T* to, int64_t stride, int64_t count, const uint8_t* mask) {
   if (stride != 1) {

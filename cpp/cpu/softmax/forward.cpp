@@ -7,11 +7,10 @@ namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
 
-// Pieces of a row whose exponentials are kept; for longer rows they are computed twice.
+// Most pieces of a row whose exponentials are kept. In longer rows they are computed twice.
 constexpr int64_t kMaxPieces = 1024;
 
-/// Calls body(values) with a piece of a row of x: scaled, and -infinity for elements that take no
-/// part.
+/// Calls body(values) with a piece of a row of x, scaled, with -infinity for masked elements.
 template <class T, class Body>
 void with_piece(Compute<T>* buffer, const T* x, int64_t stride, Compute<T> scale,
                 const ActiveRange& range, int64_t at, int64_t count, const Body& body) {
@@ -34,21 +33,21 @@ void with_piece(Compute<T>* buffer, const T* x, int64_t stride, Compute<T> scale
   body(values);
 }
 
-/// Whether the results of a row have room for its exponentials.
+/// Whether the exponentials of a row can be stored in the memory of its results.
 template <class T, class Arguments>
 bool fits_in_results(const Arguments& p) {
   return std::is_same_v<T, Compute<T>> && p.inner == 1;
 }
 
-/// Computes the softmax of one row. `power_buffer` stores the exponentials if fits_in_results() is
-/// false. If it is null then, the exponentials are computed twice.
+/// Computes the softmax of one row. If fits_in_results() is false, `power_buffer` stores the
+/// exponentials; if that is null, they are computed twice.
 template <class T>
 void softmax_row(const Softmax& p, const ActiveRange& range, const T* x, T* y,
                  Compute<T>* power_buffer) {
   using C = Compute<T>;
   const C scale = static_cast<C>(p.scale);
   C buffer[kPiece], scratch[kPiece];
-  // Exponentials are kept relative to the shift of their piece.
+  // The stored exponentials are relative to the shift of their piece.
   C shifts[kMaxPieces];
   C* kept = power_buffer;
   if constexpr (std::is_same_v<T, C>) {
@@ -85,7 +84,7 @@ void softmax_row(const Softmax& p, const ActiveRange& range, const T* x, T* y,
     for (int64_t at = 0; at < range.visible; at += kPiece) {
       C by = factor;
       if (shifts[at / kPiece] != shift) {
-        // The piece's shift exceeds the final one only if the piece has nothing above -infinity.
+        // A piece has a larger shift than the row only if all its elements are -infinity.
         const double step = static_cast<double>(shifts[at / kPiece]) - static_cast<double>(shift);
         by = static_cast<C>(ExactMath::exp(step < 0 ? step : 0.0) / sum.sum());
       }
@@ -94,7 +93,7 @@ void softmax_row(const Softmax& p, const ActiveRange& range, const T* x, T* y,
                 [=](int64_t i) { return powers[i] * by; });
     }
   }
-  // Elements that are not visible: 0, or -infinity for the logarithm; NaN if the sum is NaN.
+  // The elements after the visible ones: 0, or -infinity for the logarithm; NaN if the sum is NaN.
   fill(y, p.inner, range.visible, p.length, p.log ? -kInfinity<C> - logarithm : factor * C(0));
 }
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// Common to softmax and its gradient: rows, or adjacent rows as columns.
+// Loops over rows, or over adjacent rows as columns, for softmax and its gradient.
 
 #include <algorithm>
 
@@ -24,13 +24,14 @@ constexpr int64_t kShort = 16;
 // dimension ends.
 constexpr int64_t kManyNeighbours = 64;
 
-/// Selects a value. Both are computed, because g++ does not vectorise a loop with a branch.
+/// Selects one of two values. Both are computed before, because g++ does not vectorise a loop with
+/// a branch.
 template <class C>
 TORCHKILN_FUNCTION C where(bool condition, C yes, C no) {
   return condition ? yes : no;
 }
 
-/// Sets to[i * stride] = value for begin <= i < end.
+/// Sets to[i * stride] to `value` for begin <= i < end.
 template <class T>
 void fill(T* to, int64_t stride, int64_t begin, int64_t end, Compute<T> value) {
   T rounded;
@@ -55,7 +56,7 @@ void for_rows(const Arguments& p, int64_t begin, int64_t end, const RowBody& row
     return;
   }
   ActiveRangeIterator ranges(p.mask, p.length, begin);
-  // The indices are counted up, because divisions would take as long as a short row.
+  // The indices are incremented, because divisions would take as long as a short row.
   int64_t inner = begin % p.inner;
   int64_t outer = begin / p.inner;
   for (int64_t at = begin; at < end; ++at) {
@@ -67,7 +68,7 @@ void for_rows(const Arguments& p, int64_t begin, int64_t end, const RowBody& row
   }
 }
 
-/// The rows as columns, for the operand with strides and for contiguous operands.
+/// The rows as columns, for an operand with the strides of x, and for contiguous operands.
 template <class T, class Arguments>
 Columns<T> columns_of(const Arguments& p, T* data) {
   // If inner is 1, all rows are one group.

@@ -1,6 +1,6 @@
 // The op bn_act and its derivatives: batch norm, a residual and an activation in one pass over x.
-// Forward saves the statistics of the channels and, for relu, a bit for each element; backward
-// reads x once more. See batch_norm.h for the other files.
+// Forward saves the statistics of the channels and, for relu, one bit per element; backward reads x
+// once more. batch_norm.h lists the other files.
 
 #include "batch_norm/operands.h"
 #include "detail/memory_order.h"
@@ -17,14 +17,14 @@ std::vector<int64_t> other_dims(const Tensor& x) {
   return dims;
 }
 
-/// A vector of the channels, in the compute dtype and reshaped to broadcast with x.
+/// A vector over the channels in the compute dtype, reshaped to broadcast with x.
 Tensor beside(const Tensor& vector, const Tensor& x) {
   c10::SymDimVector shape(static_cast<size_t>(x.dim()), 1);
   shape[1] = vector.sym_size(0);
   return vector.to(compute_dtype(x.scalar_type())).reshape_symint(shape);
 }
 
-/// Mean and variance of the channels. The variance is divided by the number of elements.
+/// Mean and biased variance of each channel.
 struct Moments {
   Tensor mean;
   Tensor variance;
@@ -47,8 +47,8 @@ Tensor composite_affine(const Tensor& wide, const Tensor& mean, const Tensor& rs
   return z;
 }
 
-/// Moves a running statistic in place, without raising its version. Copies the new value, because
-/// in-place arithmetic would not convert the dtype.
+/// Moves a running statistic in place, without incrementing its version. Copies the new value,
+/// because in-place arithmetic would not convert the dtype.
 void composite_update(const MaybeTensor& running, const Tensor& value, double momentum) {
   if (!running) return;
   const at::NoGradGuard no_grad;
@@ -62,7 +62,7 @@ void composite_update(const MaybeTensor& running, const Tensor& value, double mo
 }  // namespace
 
 Tensor composite_of(const Call& call) {
-  outputs(call, /*for_backward=*/false);  // checks
+  outputs(call, /*for_backward=*/false);  // for its checks
   const Tensor& x = call.x;
   const Tensor wide = x.to(compute_dtype(x.scalar_type()));
   Moments moments;
@@ -98,7 +98,8 @@ variable_list composite_backward(const Incoming& in, const Kept<6>& kept,
   const auto& [x, statistics, weight, bias, residual, signs] = kept;
   Tensor added = residual, positive;
   if (settings.has_residual && !residual.defined()) {
-    // No gradient depends on the values of the residual; its own second derivatives are 0.
+    // The values of the residual affect no gradient, and its own second derivatives are 0, so zeros
+    // replace it.
     added = at::zeros_like(x);
     stand_in_for(in, 3, added);
   }
@@ -118,7 +119,7 @@ variable_list composite_backward(const Incoming& in, const Kept<6>& kept,
           mean = moments.mean;
           rstd = (moments.variance + settings.eps).rsqrt();
         } else {
-          const Tensor& all = kept[1];  // clang's OpenMP captures no structured binding
+          const Tensor& all = kept[1];  // with OpenMP, clang cannot capture structured bindings
           mean = beside(all[0] + all[1], wide);
           rstd = beside(all[2], wide);
         }
@@ -160,15 +161,15 @@ Tensor recorded_outputs(const Three& outputs, const Call& call) {
                if (in.needs_composite()) return composite_backward(in, kept, settings);
                return gradients(in, kept, settings);
              });
-  // Backward writes the gradient of the residual: the incoming gradient where the sign is set. So
-  // its kernel can add a second incoming gradient.
+  // The kernel of backward writes the gradient of the residual, which is the incoming gradient
+  // where the sign is set. Therefore it can add a second incoming gradient.
   if (kept == Saved::sign && residual.requires_grad()) accept_second_gradient(recorded);
   return recorded;
 }
 
 namespace {
 
-/// The functions of both ops. `WithStatistics` is the forward op that they call if backward
+/// The functions that both ops share. `WithStatistics`: the forward op that they call if backward
 /// follows.
 template <class WithStatistics>
 struct BatchNormOp {
@@ -186,7 +187,8 @@ struct BatchNormOp {
   }
 };
 
-/// Leaves the running statistics as they are: a graph without mutation, which AOTInductor requires.
+/// The op that does not update the running statistics. Its graph has no mutation, which AOTInductor
+/// requires.
 struct Op : BatchNormOp<Forward> {
   static constexpr const char* kSchema =
       "torchkiln::bn_act(Tensor x, Tensor? weight=None, Tensor? bias=None, "
@@ -194,7 +196,7 @@ struct Op : BatchNormOp<Forward> {
       "str act='relu', bool training=False, float momentum=0.1, float eps=1e-05) -> Tensor";
 };
 
-/// Updates the running statistics in training.
+/// The op that updates the running statistics in training.
 struct Update : BatchNormOp<UpdateForward> {
   static constexpr const char* kName = "bn_act";
   static constexpr const char* kSchema =

@@ -1,7 +1,7 @@
 #pragma once
 
-// Declarations of batch norm: batch_norm.cpp has the op and its derivatives, kernel.cpp the checks
-// and kernels. from_moments.cpp, pool.cpp and sync.cpp are other forms of the op, which share
+// Declarations of batch norm. batch_norm.cpp has the op and its derivatives, kernel.cpp the checks
+// and kernels. from_moments.cpp, pool.cpp and sync.cpp have other forms of the op, which share
 // statistics.cpp.
 
 #include "detail/composite_activations.h"
@@ -15,7 +15,7 @@ using at::Tensor;
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-/// The arguments of the op, and of its other forms.
+/// The arguments of the op and of its other forms.
 struct Call {
   Borrowed<Tensor> x;
   Borrowed<MaybeTensor> weight;  // without one the factor is 1
@@ -34,31 +34,31 @@ struct Call {
                    self.residual, self.act, self.training, self.momentum, self.eps);
 };
 
-/// Whether the channels of a dense tensor [outer, channels, ...] are adjacent in memory and the
-/// tensor is not contiguous, as in channels_last.
+/// Whether a tensor [outer, channels, ...] is dense with adjacent channels, as in channels_last,
+/// and not contiguous.
 bool channels_are_last(const Tensor& x);
 
-/// Checks the arguments, but not the number of elements.
+/// Checks the arguments, except the number of elements.
 void check(const Call& call);
 
 /// Checks all arguments.
 void check_all(const Call& call);
 
-/// Uninitialised outputs, see outputs().
+/// The outputs, uninitialised and without checks: see outputs().
 Three empty_outputs(const Call& call, bool for_backward);
 
-/// Checks the arguments and returns uninitialised outputs: y with the layout of x, and, if wanted,
-/// the statistics and the signs for backward, else empty tensors.
+/// Checks the arguments and returns uninitialised outputs: y with the layout of x and, if wanted
+/// for backward, the statistics and the signs. Results that are not wanted are empty tensors.
 Three outputs(const Call& call, bool for_backward);
 
 inline void count_change(const MaybeTensor& running) {
   if (running) count_silent_change(*running);
 }
 
-/// Computes the outputs, and updates the running statistics in training.
+/// Computes the outputs, and in training updates the running statistics.
 Three run(const Call& call, bool for_backward);
 
-/// The forward that also returns {y, statistics, signs} for backward.
+/// The forward op whose results {y, statistics, signs} backward needs.
 template <bool may_update>
 struct ForwardOp {
   struct Arguments : Call {
@@ -75,7 +75,7 @@ struct Forward : ForwardOp<false> {
       "-> (Tensor, Tensor, Tensor)";
 };
 
-/// Forward of a call that updates the running statistics.
+/// The forward op that also updates the running statistics.
 struct UpdateForward : ForwardOp<true> {
   static constexpr const char* kSchema =
       "torchkiln::_bn_act_update_forward(Tensor x, Tensor? weight, Tensor? bias, "
@@ -107,15 +107,16 @@ Four empty_gradients(const Gradient& given, const std::array<bool, 4>& wanted);
 /// Checks moments of x, [processes, 2 * channels + 1].
 void check_moments(const char* name, const Tensor& moments, const Tensor& x);
 
-/// Merges the moments of all processes into the statistics, [3, channels], and the elements per
-/// channel, [1]. Moves the running statistics by the momentum, or by 1 / batches if that is given.
+/// Merges the moments of all processes into `statistics`, [3, channels], and the elements per
+/// channel into `count`, [1]. Moves the running statistics by 1 / batches if `batches` is given,
+/// else by the momentum.
 void merge_moments(const Call& call, const Tensor& moments, const MaybeTensor& batches,
                    const Tensor& statistics, const Tensor& count);
 
 /// Computes y, and the signs if they are not empty, from the statistics.
 void normalize(const Call& call, const Tensor& statistics, const Tensor& y, const Tensor& signs);
 
-/// Returns y, connected to its inputs in the autograd graph. `outputs` are those of the forward.
+/// Returns y with a node in the autograd graph. `outputs`: the results of forward.
 Tensor recorded_outputs(const Three& outputs, const Call& call);
 
 /// Computes y with torch's own ops.
@@ -123,11 +124,11 @@ Tensor composite_of(const Call& call);
 
 class Operands;
 
-/// The arguments of the kernels in training, without outputs. `grad` has the layout of x.
+/// The arguments of the kernels in training, except the outputs. `grad` has the layout of x.
 BatchNormBackward arguments_of(const Gradient& given, const Operands& operands, const Tensor& grad);
 
-/// The wanted gradients of x, weight, bias and the residual. `second` is added to `grad`; this
-/// requires the signs and the gradient of the residual.
+/// Computes the wanted gradients of x, weight, bias and the residual. If `second` is given, the
+/// incoming gradient is grad + second; this requires the signs and the gradient of the residual.
 struct Backward {
   using Wanted = std::array<bool, 4>;
   struct Arguments : Gradient {

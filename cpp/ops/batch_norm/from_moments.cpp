@@ -1,5 +1,5 @@
-// Batch norm in training of an x whose moments are known, because the op that made x computed
-// them. It skips the pass over x that computes moments; backward is that of bn_act.
+// Batch norm in training if the moments of x are known, because the op that made x computed them.
+// It saves the pass over x for moments; backward is that of bn_act.
 
 #include "batch_norm/batch_norm.h"
 #include "torchkiln/torch/checks.h"
@@ -22,7 +22,7 @@ struct MomentsCall : Call {
                    self.running_var, self.residual, self.act, self.momentum, self.eps);
 };
 
-/// The forward that also returns {y, statistics, signs} for backward.
+/// The forward op whose results {y, statistics, signs} backward needs.
 struct MomentsForward {
   static constexpr const char* kSchema =
       "torchkiln::_bn_act_from_moments_forward(Tensor x, Tensor moments, Tensor? weight, "
@@ -55,7 +55,7 @@ struct FromMoments {
   static Tensor kernel(const MomentsCall& call) {
     return std::get<0>(MomentsForward::kernel(call));
   }
-  /// Computes the moments again from x, because their derivatives are part of the result's.
+  /// Computes the moments again from x, because the derivative of the result includes theirs.
   static Tensor composite(const MomentsCall& call) { return composite_of(call); }
   static Tensor recorded(const Below& below, const MomentsCall& call) {
     return recorded_outputs(below.call<MomentsForward>(call), call);

@@ -1,5 +1,5 @@
-// The kernels of bn_act: checks, outputs and launches. operands.h has the tensors as the kernels
-// read them.
+// The kernels of bn_act: checks, outputs and launches. operands.h has the tensors in the form that
+// kernels read.
 
 #include "batch_norm/operands.h"
 #include "torchkiln/torch/checks.h"
@@ -82,7 +82,8 @@ Three run(const Call& call, bool for_backward) {
   auto [y, statistics, signs] = outputs(call, for_backward);
   if (y.numel() == 0) return {y, statistics.zero_(), signs};
   const Operands operands(call.x, call.weight, call.bias, call.residual);
-  // Kernels read the statistics from memory, except the kernel for eval mode on the GPU.
+  // Kernels read the statistics from memory, except for the GPU kernel in eval mode. If they are
+  // not an output, temporary memory holds them.
   Tensor all = statistics;
   if (!for_backward && (call.training || !y.is_cuda()))
     all = at::empty({3, y.size(1)}, statistics.options());
@@ -213,7 +214,7 @@ Four Backward::kernel(const Arguments& call) {
   arguments.grad_weight = output(grad_weight);
   arguments.grad_bias = output(grad_bias);
   arguments.grad_residual = output(grad_residual);
-  Tensor coefficients;  // outlive the workspace of the sums
+  Tensor coefficients;  // also used after the workspace of the sums is freed
   if (x.is_cpu() && call.training && call.wanted[0]) {
     coefficients = at::empty({2, x.size(1)}, call.statistics->options());
     arguments.coefficients = coefficients.data_ptr();

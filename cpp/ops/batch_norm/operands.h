@@ -1,6 +1,6 @@
 #pragma once
 
-// Tensors as the kernels of batch norm read and write them.
+// Tensors in the form that the kernels of batch norm read and write.
 
 #include "batch_norm/batch_norm.h"
 #include "detail/contiguous_copy.h"
@@ -11,7 +11,7 @@
 
 namespace torchkiln::batch_norm_ops {
 
-/// Elements per unit of work on the CPU: threads never share a byte of the signs.
+/// Elements per unit of work on the CPU. With 64, threads never share a byte of the signs.
 inline constexpr int64_t kUnit = 64;
 /// Units per task of a thread.
 inline constexpr int64_t kGrain = kElementwiseGrain / kUnit;
@@ -32,7 +32,7 @@ inline Tensor empty_in_channel_layout(const Tensor& x, bool channels_last) {
   return at::empty_strided_symint(x.sym_sizes(), strides, x.options());
 }
 
-/// For kernels: the tensor itself if its memory has the layout, else a copy.
+/// An input for kernels: the tensor itself if its memory has the layout, else a copy.
 inline MaybeCopy in_layout(const char* name, const Tensor& tensor, bool channels_last) {
   const bool fits =
       channels_last ? with_channels_last(tensor).is_contiguous() : tensor.is_contiguous();
@@ -48,14 +48,14 @@ inline MaybeCopy in_layout(const char* name, const MaybeTensor& tensor, bool cha
   return tensor ? in_layout(name, *tensor, channels_last) : MaybeCopy::owned(Tensor());
 }
 
-/// For gradients: x in the memory order that it had in forward, which is that of the signs; hooks
-/// may have saved x in another order.
+/// x for a kernel of gradients, in the memory order that x had in forward, because the signs have
+/// that order. Hooks may have saved x in another order.
 inline MaybeCopy in_order_of_signs(const Tensor& x, const Tensor& signs, bool channels_last) {
   if (!signs.defined() || channels_are_last(x) == channels_last) return MaybeCopy::borrowed(x);
   return MaybeCopy::owned(std::in_place, empty_in_channel_layout(x, channels_last).copy_(x));
 }
 
-/// Merges dimensions where that leaves larger ones: a single channel has one plane of all elements.
+/// The layout of x for kernels. A single channel is one plane of all elements.
 inline ChannelLayout layout_of(const Tensor& x, bool channels_last) {
   const int64_t channels = x.size(1);
   const int64_t count = x.numel() / std::max<int64_t>(channels, 1);
@@ -64,7 +64,7 @@ inline ChannelLayout layout_of(const Tensor& x, bool channels_last) {
   return {x.size(0), channels, count / x.size(0)};
 }
 
-/// The address of an output; null for one that is not wanted.
+/// The address of an output; null if it is empty, because it is not wanted.
 inline void* output(const Tensor& tensor) {
   return tensor.numel() == 0 ? nullptr : tensor.data_ptr();
 }
@@ -88,7 +88,7 @@ class Operands {
 
   bool channels_last() const { return channels_last_; }
 
-  /// Sets the tensors of a problem, their dtypes and their layout.
+  /// Sets the inputs of a problem, their dtypes and their layout.
   template <class Problem>
   void fill(Problem& problem) const {
     problem.x = x_->const_data_ptr();
@@ -109,7 +109,7 @@ class Operands {
   Tensor bias_;
 };
 
-/// Runs a CPU kernel for all elements of a problem.
+/// Runs a CPU kernel over all elements of a problem.
 template <class Kernel>
 void for_each_element(const char* name, const Tensor& x, const Kernel& kernel) {
   const int64_t numel = x.numel();
@@ -118,7 +118,7 @@ void for_each_element(const char* name, const Tensor& x, const Kernel& kernel) {
   });
 }
 
-/// Calls launch() for all elements of a problem.
+/// Calls launch() with a GPU kernel and a CPU kernel over all elements of a problem.
 template <class OnCuda, class OnCpu>
 void launch_elements(const char* name, const Tensor& x, const OnCuda& on_cuda,
                      const OnCpu& on_cpu) {

@@ -1,5 +1,5 @@
-// Batch norm in training, an activation and a max pool of adjacent channels, without a tensor
-// between them.
+// Batch norm in training, an activation and a max pool, for adjacent channels, without storing a
+// tensor between them.
 
 #include "batch_norm/operands.h"
 #include "torchkiln/torch/checks.h"
@@ -12,7 +12,7 @@ using Pair = std::array<int64_t, 2>;
 constexpr const char* kPool = "bn_act_pool";
 constexpr const char* kPoolBackward = "bn_act_pool_backward";
 
-/// Kernel size, stride and padding.
+/// Kernel size, stride and padding after their checks.
 struct Pool {
   Pair kernel;
   Pair stride;
@@ -28,7 +28,7 @@ Pair pair_of(const char* name, at::IntArrayRef values, int64_t least) {
   return {values[0], values[1]};
 }
 
-/// Kernel size, stride and padding as a call gives them: a list each.
+/// Kernel size, stride and padding as lists, as a call passes them.
 struct Window {
   at::IntArrayRef kernel, stride, padding;
 };
@@ -75,7 +75,7 @@ Tensor empty_last(c10::SymIntArrayRef shape, const at::TensorOptions& options) {
   return at::empty_symint(shape, options.memory_format(at::MemoryFormat::ChannelsLast));
 }
 
-/// Rejects calls that the kernels do not support; callers use batch norm and torch's pool instead.
+/// Rejects calls that the kernels do not support. Callers then use batch norm and torch's pool.
 void check_takes(const Tensor& x, const Pool& pool) {
   const bool fits =
       x.is_cuda() && x.numel() > 0 && channels_are_last(x) &&
@@ -107,7 +107,8 @@ struct PoolCall : Call {
 
 Status nothing(int64_t, int64_t) { return {}; }
 
-/// Returns {y, statistics, places}; `places` has the pixel of each window where y is largest.
+/// Returns {y, statistics, places}. `places`: for each window, the index of its pixel with the
+/// largest y.
 struct PoolForward {
   static constexpr const char* kSchema =
       "torchkiln::_bn_act_pool_forward(Tensor x, Tensor? weight, Tensor? bias, "
@@ -185,7 +186,7 @@ struct PoolBackward {
     check_pooled("grad", call.grad);
     check_pooled("places", call.places);
     check_same_dtype(kPoolBackward, "grad", call.grad, "x", x);
-    Gradient of_norm = call;  // the gradient that enters batch norm has the shape of x
+    Gradient of_norm = call;  // for batch norm, whose incoming gradient has the shape of x
     of_norm.grad = x;
     check_backward(kPoolBackward, of_norm);
     const auto& wanted = call.wanted;
@@ -254,7 +255,7 @@ struct PoolOp {
     if (in.needs_composite()) {
       return composite_gradients(
           in, std::array{x, weight, bias}, [&](const std::array<Tensor, 3>& inputs) {
-            const MaybeTensor running;  // not updated again
+            const MaybeTensor running;  // none, so that no running statistic is updated again
             return call_composite<PoolOp>(inputs[0], maybe(inputs[1]), maybe(inputs[2]), running,
                                           running, act, /*momentum=*/0.0, eps, window.kernel,
                                           window.stride, window.padding);

@@ -1,5 +1,5 @@
-// Counters of changes that do not increment a tensor's version, for copies that must be renewed.
-// Running statistics change in this way in training; folds into convolutions are such copies.
+// Counters of changes that do not increment a tensor's version. Training changes running statistics
+// in this way; folds into convolutions are copies that must then be renewed.
 
 #include <array>
 #include <atomic>
@@ -10,7 +10,7 @@ namespace torchkiln {
 namespace {
 
 /// Storages with the same hash share a counter. With 65,536 counters, training 100 batch norms
-/// renews on average 1.5 of 100 folds of another network unnecessarily.
+/// causes on average 1.5 unnecessary renewals among 100 folds of another network.
 constexpr size_t kCounters = 1 << 16;
 std::array<std::atomic<uint32_t>, kCounters> counters;
 

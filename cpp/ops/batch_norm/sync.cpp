@@ -1,6 +1,7 @@
-// Batch norm over a group of processes: ops for its parts, and the op that calls them with the
-// collectives in between: moments, gather, statistics, forward; and sums, their total, the gradient
-// of x. Under torch.compile Python calls the parts, and the compiler sees the collectives.
+// Batch norm over a group of processes: ops for its steps, and the op that calls them with
+// collectives in between. Forward: moments, gather, statistics, outputs. Backward: sums, their
+// total over the processes, the gradient of x. Under torch.compile Python calls the steps, and the
+// compiler sees the collectives.
 
 #include "batch_norm/operands.h"
 #include "detail/collectives.h"
@@ -13,8 +14,8 @@ using Two = std::tuple<Tensor, Tensor>;
 
 constexpr const char* kSync = "sync_bn_act";
 
-/// The moments of x, [2 * channels + 1]: means, sums of the squared distances from the means,
-/// count. All are 0 without elements.
+/// Computes the moments of x, [2 * channels + 1]: means, sums of the squared distances from the
+/// means, count. Without elements all of them are 0.
 struct SyncMoments {
   static constexpr const char* kSchema = "torchkiln::_sync_bn_moments(Tensor x) -> Tensor";
 
@@ -43,8 +44,8 @@ struct SyncMoments {
   }
 };
 
-/// Computes the statistics, [3, channels], from the moments of all processes, and the elements per
-/// channel, [1]. Moves the running statistics, by 1 / batches if that is given.
+/// Computes the statistics, [3, channels], and the elements per channel, [1], from the moments of
+/// all processes. Moves the running statistics, by 1 / batches if `batches` is given.
 struct SyncStatistics {
   struct Arguments : Call {
     Borrowed<Tensor> moments;
@@ -86,7 +87,7 @@ struct SyncStatistics {
   }
 };
 
-/// y, and the signs if backward needs them, else an empty tensor.
+/// Computes y and, if backward needs them, the signs, else an empty tensor.
 struct SyncForward {
   struct Arguments : Call {
     Borrowed<Tensor> statistics;
@@ -120,7 +121,7 @@ struct SyncForward {
 
 /// Returns this process's share of the coefficients of the gradient of x, [2, channels], its share
 /// of the gradients of weight and bias, and the gradient of the residual. Results that are not
-/// wanted are empty.
+/// wanted are empty tensors.
 struct SyncSums {
   using Wanted = std::array<bool, 4>;
   struct Arguments : Gradient {
@@ -172,7 +173,7 @@ struct SyncSums {
   }
 };
 
-/// The gradient of x from the coefficients of all processes.
+/// Computes the gradient of x from the coefficients, added over all processes.
 struct SyncInputGradient {
   struct Arguments : Gradient {
     Borrowed<Tensor> coefficients;
@@ -217,7 +218,7 @@ struct SyncInputGradient {
   }
 };
 
-/// Gives the gradients a history that refuses to differentiate them.
+/// Gives the gradients a history that raises an error if they are differentiated.
 void refuse_second_derivatives(const Incoming& in, const Kept<7>& kept,
                                const variable_list& found) {
   const auto& [x, statistics, count, weight, bias, residual, signs] = kept;
@@ -242,7 +243,7 @@ variable_list gradients(const Incoming& in, const Kept<7>& kept, Activation act,
   const auto& [saved, statistics, count, weight, bias, residual, signs] = kept;
   const MaybeCopy pixels = in_order_of_signs(saved, signs, channels_last);
   const Tensor& x = *pixels;
-  const bool passes = act == kActivation<None>;  // the gradient of the residual is the incoming one
+  const bool passes = act == kActivation<None>;  // then grad_residual is the incoming gradient
   const SyncSums::Wanted wanted{in.wants(0), in.wants(1), in.wants(2), in.wants(3) && !passes};
   auto [coefficients, grad_weight, grad_bias, grad_residual] =
       call_below<SyncSums>(in[0], x, statistics, count, maybe(weight), maybe(bias), maybe(residual),
@@ -250,7 +251,7 @@ variable_list gradients(const Incoming& in, const Kept<7>& kept, Activation act,
   Tensor grad_x;
   if (wanted[0]) {
     add_over_processes(coefficients, group);
-    // The residual and the argument of relu have one gradient.
+    // With relu, the residual and the argument of the activation have the same gradient.
     const bool shares = wanted[3] && act == kActivation<Relu>;
     grad_x = call_below<SyncInputGradient>(
         shares ? grad_residual : in[0], x, statistics, coefficients, maybe(weight), maybe(bias),
@@ -262,12 +263,12 @@ variable_list gradients(const Incoming& in, const Kept<7>& kept, Activation act,
   return found;
 }
 
-/// The whole op in eager mode. It is composite, so that modes and tensor subclasses see the parts
+/// The whole op in eager mode. It is composite, so that modes and tensor subclasses see its steps
 /// and the collectives.
 struct SyncOp {
   struct Arguments : Call {
     Borrowed<MaybeTensor> batches;
-    Borrowed<MaybeTensor> moments;  // those of x, if computed before
+    Borrowed<MaybeTensor> moments;  // moments of x, if computed before
     std::string_view group;
 
     TORCHKILN_FIELDS(self.x, self.weight, self.bias, self.running_mean, self.running_var,

@@ -1,5 +1,6 @@
-// Aliases of a tensor for two uses. The node that made the tensor adds the gradients of both uses:
-// the backward kernel of bn_act reads the second gradient, where autograd would add it in a pass.
+// Aliases of a tensor for two uses. The node that made the tensor receives the gradients of both
+// uses. The backward kernel of bn_act reads both, whereas autograd would add them in a pass of its
+// own.
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -12,7 +13,7 @@ namespace {
 
 using torch::autograd::Node;
 
-/// Whether only the node's own function reads the gradient of its output in this run.
+/// Whether, in this run, only the node's own function reads the gradient of its output.
 bool is_private(Node& node) {
   const auto* const executed = torch::autograd::get_current_graph_task_exec_info();
   const bool runs_all = executed == nullptr || executed->empty();  // no torch.autograd.grad()

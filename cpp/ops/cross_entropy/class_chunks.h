@@ -1,10 +1,10 @@
 #pragma once
 
 // Gradients of a linear layer from losses per row, a chunk of rows or a chunk of classes at a time.
-// Chunks of rows add up the gradient of the weight, chunks of classes that of x; both sums have the
-// compute dtype. With fewer rows than classes the sum of x takes less memory, and less time to read
-// and write: 256 MiB in place of 2 GiB for 16384 rows, 131072 classes and 4096 features. Chunks of
-// classes need the log-sum-exp of whole rows, which forward has saved.
+// Over chunks of rows the gradient of the weight is summed, over chunks of classes the gradient of
+// x; both sums have the compute dtype. With fewer rows than classes, the sum for x takes less
+// memory, and less time to read and write: 256 MiB in place of 2 GiB for 16384 rows, 131072 classes
+// and 4096 features. Chunks of classes need the log-sum-exp of whole rows, which forward has saved.
 
 #include <optional>
 
@@ -13,7 +13,7 @@
 namespace torchkiln {
 
 /// Classes per chunk of logits that take `bytes` each; nullopt if chunks of `rows_of_chunk` rows
-/// are better. The products of a chunk have whole tiles.
+/// are better. A multiple of the tile size of products.
 inline std::optional<int64_t> classes_per_chunk(const LogitLayer& layer, const Wanted& wanted,
                                                 int64_t rows_of_chunk, int64_t bytes) {
   constexpr int64_t kLeast = 2048, kMost = 16384, kTile = 256;
@@ -23,7 +23,7 @@ inline std::optional<int64_t> classes_per_chunk(const LogitLayer& layer, const W
   return std::min((size + kTile - 1) / kTile * kTile, classes);
 }
 
-/// The layer with some of its classes.
+/// The layer reduced to some of its classes.
 inline LogitLayer part_of(const LogitLayer& layer, const Classes& classes) {
   LogitLayer part = layer;
   part.weight = classes.of(layer.weight);
@@ -31,7 +31,7 @@ inline LogitLayer part_of(const LogitLayer& layer, const Classes& classes) {
   return part;
 }
 
-/// The options for some of all classes.
+/// The options for `classes`, which are some of `all` classes.
 inline LossOptions part_of(const LossOptions& options, const Classes& classes, int64_t all) {
   LossOptions part = options;
   part.first_class = classes.begin;
@@ -40,7 +40,8 @@ inline LossOptions part_of(const LossOptions& options, const Classes& classes, i
   return part;
 }
 
-/// The gradients of a layer from those of the logits of chunks of classes, with all rows.
+/// Adds the gradients of a layer over chunks of classes with all rows, from the gradients of their
+/// logits.
 class ClassGradients {
  public:
   ClassGradients(const LogitLayer& layer, const Wanted& wanted, const at::Tensor& grad_x,
@@ -68,7 +69,7 @@ class ClassGradients {
     }
     if (bias_.defined()) chunk.of(bias_).copy_(sum_of_rows(of_classes, bias_.scalar_type()));
   }
-  /// Rounds the sum of x, and returns the gradient of the weight.
+  /// Rounds the gradient of x from its sum, and returns the gradient of the weight.
   at::Tensor finish() {
     if (of_x_.defined() && !sum_of_x_.is_same(of_x_)) of_x_.copy_(sum_of_x_);
     return weight_;
@@ -80,8 +81,8 @@ class ClassGradients {
   bool is_first_ = true;
 };
 
-/// Calls body(logits, rows, classes) for each chunk of `size` classes, with all rows: it returns
-/// the gradient of the logits. Returns the gradient of the weight.
+/// Calls body(logits, rows, classes) for each chunk of `size` classes with all rows. The body
+/// returns the gradient of the logits. Returns the gradient of the weight.
 template <class Body>
 at::Tensor for_each_chunk_of_classes(const char* op, const LogitLayer& layer, const Wanted& wanted,
                                      const at::Tensor& grad_x, const at::Tensor& grad_bias,
@@ -95,7 +96,8 @@ at::Tensor for_each_chunk_of_classes(const char* op, const LogitLayer& layer, co
   return gradients.finish();
 }
 
-/// A body for chunks of all classes, which adds the gradients of a chunk of rows.
+/// A body for for_each_part_of_logits() that receives chunks of rows with all classes, and adds the
+/// gradients of each chunk.
 template <class Body>
 auto of_row_chunks(const LogitLayer& layer, const Body& body) {
   return [&, all = Classes{0, layer.weight.size(0)}](
@@ -105,8 +107,8 @@ auto of_row_chunks(const LogitLayer& layer, const Body& body) {
 }
 
 /// Calls body(logits, rows, classes) for chunks of rows with all classes, or for chunks of classes
-/// with all rows: it returns the gradient of the logits. Returns the gradient of the weight, if it
-/// is wanted.
+/// with all rows. The body returns the gradient of the logits. Returns the gradient of the weight,
+/// if it is wanted.
 template <class Body>
 at::Tensor for_each_part_of_logits(const char* op, const LogitLayer& layer, const Wanted& wanted,
                                    const at::Tensor& grad_x, const at::Tensor& grad_bias,

@@ -1,6 +1,6 @@
 #pragma once
 
-// Cross-entropy with torch's own ops, in the compute dtype: for transforms and second derivatives.
+// Cross-entropy with torch's own ops, in the compute dtype, for transforms and second derivatives.
 
 #include <ATen/ATen.h>
 
@@ -9,7 +9,7 @@
 
 namespace torchkiln {
 
-/// The logits with a softcap, which is applied with torch's ops, in the compute dtype.
+/// The logits with a softcap, computed with torch's ops in the compute dtype.
 inline at::Tensor capped(const char* op, const at::Tensor& logits, double softcap) {
   check_softcap(op, softcap);
   trace::note("passes more: the softcap is applied before the loss");
@@ -41,7 +41,7 @@ inline WideLoss widen(const at::Tensor& logits, const at::Tensor& target,
     return wide;
   }
   wide.ignored = target.eq(options.ignore_index);
-  // Ignored rows have gradient 0 even if their logits are not finite.
+  // A masked logit gives ignored rows a gradient of 0 even if their logits are not finite.
   wide.logits = wide.logits.masked_fill(wide.ignored.unsqueeze(-1), 0);
   wide.log_sum_exp = at::logsumexp(wide.logits, -1);
   wide.index = target.masked_fill(wide.ignored, 0);
@@ -74,7 +74,7 @@ inline at::Tensor composite_loss(const at::Tensor& logits, const at::Tensor& tar
   const at::Tensor surprise = wide.log_sum_exp.unsqueeze(-1) - wide.logits;
   at::Tensor loss;
   if (wide.index.defined()) {
-    // Gathers instead of multiplying by the distribution: 0 * infinity would be NaN.
+    // gather() instead of a product with the distribution, where 0 * infinity would be NaN.
     loss = wide.row_weight * surprise.gather(-1, wide.index.unsqueeze(-1)).squeeze(-1);
     if (options.label_smoothing > 0) {
       const at::Tensor even = wide.class_weight.defined() ? surprise * wide.class_weight : surprise;

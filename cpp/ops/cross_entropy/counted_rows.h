@@ -1,6 +1,6 @@
 #pragma once
 
-// The rows of a call that count: `rows`, their indices or a mask.
+// The argument `rows`: indices or a mask of the rows to compute.
 
 #include <ATen/ATen.h>
 
@@ -8,8 +8,8 @@
 
 namespace torchkiln {
 
-/// The indices of the rows, for results of this shape. The number of rows in a mask is read from
-/// the device.
+/// The indices of the rows, for results of this shape. If `rows` is a mask, the number of rows is
+/// read from the device.
 inline at::Tensor counted_rows(const char* op, const at::Tensor& x, const at::Tensor& rows,
                                c10::SymIntArrayRef shape) {
   const bool is_mask = rows.scalar_type() == at::kBool;
@@ -22,7 +22,7 @@ inline at::Tensor counted_rows(const char* op, const at::Tensor& x, const at::Te
   return is_mask ? rows.reshape({-1}).nonzero().squeeze(-1) : rows;
 }
 
-/// A tensor of this shape with the numbers `found` at `rows`, and zeros at all other rows.
+/// A tensor of this shape with the numbers `found` in `rows`, and zeros in all other rows.
 inline at::Tensor among_zeros(const at::Tensor& found, const at::Tensor& rows,
                               c10::SymIntArrayRef shape) {
   const at::Tensor all = at::zeros_symint({c10::multiply_integers(shape)}, found.options());

@@ -1,7 +1,7 @@
 // The loss of cross_entropy, and its metrics for the log of a training run. Forward computes the
 // loss and the state of each row (see state_size() in kernel.h), from which backward computes the
 // gradient of the logits without computing their sums again. kernel.h launches the kernels,
-// composite.h is the loss in torch's ops, overwrite.h has the checks of inplace_backward. shard.cpp
+// composite.h has the loss with torch's ops, overwrite.h the checks of inplace_backward. shard.cpp
 // has the loss of a shard of the classes; the files linear_* also compute the logits.
 
 #include <limits>
@@ -20,7 +20,8 @@ using at::Tensor;
 using Two = std::tuple<Tensor, Tensor>;
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 
-/// options.loss_dtype, or that of the wider one of logits and probabilities.
+/// The dtype of the loss: options.loss_dtype if given, else the wider dtype of logits and
+/// probabilities.
 at::ScalarType dtype_of_loss(const Tensor& logits, const Tensor& target,
                              const LossOptions& options) {
   if (options.loss_dtype.has_value() || target.scalar_type() == at::kLong)
@@ -85,13 +86,14 @@ struct Forward {
 
 // ---- backward: the gradient of the logits ----
 
-/// A gradient whose class dimension has stride 1 and whose other dimensions are contiguous.
+/// An uninitialised gradient whose class dimension has stride 1 and whose other dimensions are
+/// contiguous.
 Tensor empty_gradient(const Tensor& logits) {
   return classes_back(empty_contiguous(classes_last(logits)));
 }
 
 struct BackwardOptions : LossOptions {
-  Tensor state;  // of the forward, without accuracy
+  Tensor state;  // result of forward, without accuracy
 
   TORCHKILN_FIELDS(self.weight, self.state, self.ignore_index, self.reduction, self.label_smoothing,
                    self.z_loss);
@@ -137,7 +139,7 @@ struct Backward {
     const Tensor& rows = *logit_rows;
     const RowState kept = row_state(options.state, rows.size(0), options.reduction);
     if (!rows.is_alias_of(logits)) {
-      // The rows are a copy that is not read again: the gradient overwrites it.
+      // `rows` is a copy that is not read again, so the gradient overwrites it.
       run_backward("cross_entropy_backward", grad, rows, target, options, kept, rows);
       return classes_back(rows.view(classes_last(logits).sizes()));
     }
@@ -170,7 +172,8 @@ Tensor composite(const Tensor& logits, const Tensor& target, const LossOptions& 
   return composite_loss(logits, target, options, dtype_of_loss(logits, target, options));
 }
 
-/// Computes the loss and records it in the autograd graph. Returns the loss and its state.
+/// Computes the loss and records it in the autograd graph. Returns the loss and the state of each
+/// row.
 Two recorded(const Below& below, const Tensor& logits, const Tensor& target,
              const LossOptions& options) {
   auto [loss, state] = below.call<Forward>(logits, target, options);
@@ -185,7 +188,7 @@ Two recorded(const Below& below, const Tensor& logits, const Tensor& target,
   }
   BackwardOptions numbers;
   static_cast<LossOptions&>(numbers) = options;
-  numbers.weight = std::nullopt;  // saved by keep() instead
+  numbers.weight = std::nullopt;  // keep() saves it instead
   Tensor recorded = record(
       kName, {logits, target}, loss, keep(logits, target, state, tensor_or_undefined(weight)),
       [numbers, version, dtype = loss.scalar_type()](const Incoming& in,
@@ -219,8 +222,8 @@ Two recorded(const Below& below, const Tensor& logits, const Tensor& target,
   return {recorded, state};
 }
 
-/// The options under autocast: the loss of half-precision logits is float32 unless a dtype is
-/// given. The logits are not cast.
+/// The options under autocast. The loss of half-precision logits is float32 unless a dtype is
+/// given; the logits are not cast.
 template <class Options>
 Options under_autocast(const Tensor& logits, const Tensor& target, Options options) {
   check_tensors(kName, {{"logits", logits}, {"target", target}});
@@ -229,7 +232,7 @@ Options under_autocast(const Tensor& logits, const Tensor& target, Options optio
   return options;
 }
 
-/// The loss of capped logits, if there is a softcap.
+/// The loss of logits with a softcap; nullopt if there is none.
 template <class Op, class Options>
 auto with_softcap(const Tensor& logits, const Tensor& target, Options options)
     -> std::optional<decltype(call<Op>(logits, target, options))> {

@@ -7,9 +7,10 @@
 //   memory of the gradient  | logits of `second`      | of `third` |
 //   its own memory          | logits of `first` |
 //
-// Once all logits are computed and differentiated, the gradients of `third`, `second` and `first`
-// are written in this order: each to its place, which the one before has ceased to read. For twice
-// as many rows as features 4/7 of the logits have memory of their own, for as many 1/3.
+// Once all logits are computed and differentiated, the gradients of the weights of `third`,
+// `second` and `first` are written in this order, each to its own place: the product before it has
+// read the logits there. With twice as many rows as features, 4/7 of the logits have memory of
+// their own; with equally many, 1/3.
 
 #include <optional>
 
@@ -20,8 +21,8 @@ namespace torchkiln {
 /// The first, second and third part of the classes.
 using ClassParts = std::array<Classes, 3>;
 
-/// The parts, or nullopt if chunks of rows take about as little memory, or on a GPU less than 1
-/// GiB: then products take little time beside the launches of join_parts().
+/// The parts; nullopt if chunks of rows take about as little memory. On a GPU also nullopt below 1
+/// GiB, because the launches of join_parts() then take too long compared with the products.
 inline std::optional<ClassParts> parts_in_gradient(const LogitLayer& layer,
                                                    const LossOptions& options,
                                                    const Wanted& wanted) {
@@ -52,8 +53,9 @@ inline std::optional<ClassParts> parts_in_gradient(const LogitLayer& layer,
   return is_large && own * 4 <= others * 3 ? std::optional(parts) : std::nullopt;
 }
 
-/// Joins the numbers of parts, [parts, 5, rows], to the losses and the state of whole rows. The
-/// numbers are those of a shard: maximum, sum, sum of q * (logits - maximum), sum of q, weight.
+/// Merges the numbers of parts of the classes, [parts, 5, rows], into the losses and the state of
+/// whole rows. The numbers are those of a shard: maximum, sum, sum of q * (logits - maximum), sum
+/// of q, weight.
 inline void join_parts(const at::Tensor& numbers, const at::Tensor& ignored, double z_loss,
                        const at::Tensor& losses, const at::Tensor& state) {
   const int64_t rows = losses.size(0);
@@ -71,7 +73,7 @@ inline void join_parts(const at::Tensor& numbers, const at::Tensor& ignored, dou
     loss = loss + z_loss * weight * log_sum_exp.square();
     mass = mass + 2 * z_loss * weight * log_sum_exp;
   }
-  // Corrects for the kernel, which subtracts the rounded log_sum_exp.
+  // Corrects the mass for the rounding of log_sum_exp, which the kernel subtracts.
   const at::Tensor rounding = (maximum - log_sum_exp) + log_sum;
   const at::Tensor factor = at::where(rounding.isfinite(), rounding.neg().exp(), 1);
   losses.copy_(loss.masked_fill(ignored, 0));
@@ -80,8 +82,8 @@ inline void join_parts(const at::Tensor& numbers, const at::Tensor& ignored, dou
   state.narrow(0, 2 * rows, rows).copy_(weight);
 }
 
-/// Computes losses, state and gradients of the sum of the losses. Returns the gradient of the
-/// weight. `grad` is the incoming gradient, divided by the temperature.
+/// Computes losses and state, and the gradients of the sum of the losses. Returns the gradient of
+/// the weight. `grad` is the incoming gradient, divided by the temperature.
 inline at::Tensor forward_in_gradient(const char* op, const LogitLayer& layer,
                                       const at::Tensor& target, const LossOptions& options,
                                       const ClassParts& parts, const Wanted& wanted,
@@ -99,7 +101,7 @@ inline at::Tensor forward_in_gradient(const char* op, const LogitLayer& layer,
   const at::Tensor numbers = at::empty({3, 5, rows.count}, losses.options());
   std::array<std::optional<ChunkLogits>, 3> logits;
   for (size_t i = 0; i < parts.size(); ++i) {
-    at::Tensor place;  // of the part before
+    at::Tensor place;  // memory of the previous part
     if (i > 0) {
       place = memory.narrow(0, parts[i - 1].begin * features, rows.count * parts[i].count)
                   .view({rows.count, parts[i].count});
@@ -115,7 +117,7 @@ inline at::Tensor forward_in_gradient(const char* op, const LogitLayer& layer,
   }
   join_parts(numbers, target.eq(sum.ignore_index), sum.z_loss, losses, state);
   RowState kept = row_state(state, rows.count, options.reduction);
-  kept.divisor = nullptr;  // known after all rows
+  kept.divisor = nullptr;  // the divisor is known only after all rows
   for (size_t i = parts.size(); i-- > 0;) {
     const at::Tensor of_logits =
         logits[i]->differentiate(op, grad, target, part_of(sum, parts[i], classes), kept);

@@ -24,7 +24,7 @@ inline MaybeCopy rows_of(const at::Tensor& last) {
   return MaybeCopy::owned(contiguous_copy(last).view({-1, last.size(-1)}));
 }
 
-/// The same for logits with the classes in class_dim().
+/// rows_of() for logits with the classes in class_dim().
 inline MaybeCopy class_rows(const at::Tensor& tensor) {
   return tensor.dim() > 2 ? rows_of(classes_last(tensor)) : rows_of(tensor);
 }
@@ -38,8 +38,8 @@ inline c10::SymInt sym_row_count(const at::Tensor& logits) {
 }
 
 /// The size of the state that backward needs, one tensor of the compute dtype: log-sum-exp, then
-/// mass, then target weight of all rows and, for a mean, its divisor. With `accuracy` a flag for
-/// each row follows: whether the target class has the largest logit.
+/// mass, then target weight of all rows and, for a mean, its divisor. With `accuracy`, a number per
+/// row follows: 1 if the target class has the largest logit, else 0.
 inline c10::SymInt state_size(const c10::SymInt& rows, LossReduction reduction, bool accuracy) {
   const c10::SymInt mean = reduction == LossReduction::mean ? 1 : 0;
   return rows * (accuracy ? 4 : 3) + mean;
@@ -50,9 +50,9 @@ struct RowState {
   void* mass;
   void* target_weight;
   void* divisor;            // null unless mean
-  void* correct;            // of a state with accuracy
-  void* sum = nullptr;      // of a shard
-  void* entropy = nullptr;  // of a log-probability
+  void* correct;            // null without accuracy
+  void* sum = nullptr;      // only for a shard
+  void* entropy = nullptr;  // only for a log-probability
 };
 
 /// The state of `rows` rows, as seen by a kernel that begins with row `begin`.
@@ -68,13 +68,13 @@ inline RowState row_state(const at::Tensor& state, int64_t rows, LossReduction r
           mean ? divisor : nullptr, at_begin(correct)};
 }
 
-/// The tensor under torch.func.vmap's batch wrappers.
+/// The tensor inside the batch wrappers of torch.func.vmap.
 inline at::Tensor unbatched(at::Tensor tensor) {
   while (auto* batched = at::functorch::maybeGetBatchedImpl(tensor)) tensor = batched->value();
   return tensor;
 }
 
-/// Raises an error that names the first target that is not a class. Synchronises.
+/// Raises an error that names the first target that is not a class. Synchronises with the GPU.
 inline void check_classes(const char* op, const at::Tensor& target, int64_t classes,
                           int64_t ignore_index) {
   const at::Tensor all = unbatched(target);
@@ -115,10 +115,11 @@ inline TargetView view_target(const at::Tensor& target, const LossOptions& optio
   return view;
 }
 
-/// Fewest rows per CPU thread. With fewer, a thread starts more slowly than it computes.
+/// Fewest rows per CPU thread. With fewer, starting a thread takes longer than its work.
 inline int64_t row_grain(int64_t classes) { return std::max<int64_t>((1 << 13) / classes, 1); }
 
-/// The arguments that compute the sum of the losses, or their mean and its divisor, into `out`.
+/// The arguments of a kernel that writes to `out` the sum of the losses, or their mean and its
+/// divisor.
 inline LossSum sum_arguments(const at::Tensor& logits, const LossOptions& options,
                              const at::Tensor& losses, const RowState& kept,
                              const at::Tensor& out) {
@@ -165,7 +166,7 @@ inline void run_forward(const char* op, const at::Tensor& logits, const at::Tens
   arguments.is_logprob = options.is_logprob;
   arguments.scale = options.scale;
   arguments.entropy = kept.entropy;
-  std::atomic<const char*> error{nullptr};  // from CPU threads, without the bad value
+  std::atomic<const char*> error{nullptr};  // of CPU threads; does not name the bad value
   launch(
       op, rows, arguments.rows, row_grain(arguments.classes),
       [&](auto stream) { return cuda::cross_entropy(arguments, total, stream); },
@@ -185,8 +186,9 @@ inline void run_forward(const char* op, const at::Tensor& logits, const at::Tens
   check_status(op, Status{error});
 }
 
-/// Computes the gradient of the logits into `out`, which may be `rows` itself; that of a
-/// log-probability may have half precision for float32 rows. `grad_entropy` is undefined for 0.
+/// Computes the gradient of the logits into `out`, which may be `rows` itself. For a
+/// log-probability of float32 rows `out` may have half precision. An undefined `grad_entropy`
+/// counts as 0.
 inline void run_backward(const char* op, const at::Tensor& grad, const at::Tensor& rows,
                          const at::Tensor& target, const LossOptions& options, const RowState& kept,
                          const at::Tensor& out, const at::Tensor& grad_entropy = {}) {

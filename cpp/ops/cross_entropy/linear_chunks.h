@@ -25,15 +25,15 @@ struct LogitLayer {
   MaybeTensor bias;   // [classes]
   std::optional<double> softcap;
   double temperature = 1;               // divides the logits, after the softcap
-  std::optional<at::ScalarType> dtype;  // of the logits: that of x, or its compute dtype
+  std::optional<at::ScalarType> dtype;  // dtype of the logits: x's, or its compute dtype
 
   /// Whether the logits have a wider dtype than their gradient.
   bool is_wide() const { return dtype.value_or(x.scalar_type()) != x.scalar_type(); }
 };
 
-/// Rows or classes per chunk of logits that take `bytes` for each: as many as fit in 1 GiB, at
-/// least `least` and at most `most`. Each chunk adds to a whole gradient, which smaller chunks
-/// repeat more often. All chunks have about the same size.
+/// Rows or classes per chunk, if each takes `bytes` bytes of logits: as many as fit in 1 GiB, at
+/// least `least` and at most `most`. Large chunks are better, because each chunk reads and writes a
+/// whole gradient to add to it. All chunks have about the same size.
 inline int64_t size_of_chunk(int64_t all, int64_t bytes, int64_t least, int64_t most) {
   constexpr int64_t kBytes = int64_t{1} << 30;
   const int64_t fitting = std::clamp(kBytes / bytes, least, most);
@@ -42,8 +42,8 @@ inline int64_t size_of_chunk(int64_t all, int64_t bytes, int64_t least, int64_t 
 }
 inline constexpr int64_t kMostRowsOfChunk = 8192;
 
-/// Bytes in a chunk per logit of a layer. A softcap needs two more copies of the logits, in the
-/// compute dtype; wide logits are one.
+/// Bytes of memory in a chunk per logit. A softcap needs two more copies of the logits in the
+/// compute dtype, wide logits one.
 inline int64_t bytes_of_logit(const LogitLayer& layer) {
   const at::ScalarType dtype = layer.x.scalar_type();
   const size_t copies = layer.softcap ? 2 : layer.is_wide() ? 1 : 0;
@@ -51,9 +51,9 @@ inline int64_t bytes_of_logit(const LogitLayer& layer) {
                               copies * c10::elementSize(compute_dtype(dtype)));
 }
 
-/// Rows per chunk of a layer. `may_be_whole`: up to 8192 rows are one chunk if their logits and the
-/// gradient of the weight take no more memory than chunks and their float32 sum. On a GPU all rows
-/// are one chunk if their logits take little memory beside x: products of fewer rows leave SMs
+/// Rows per chunk of a layer. `may_be_whole`: up to 8192 rows are one chunk if this takes no more
+/// memory than smaller chunks and a float32 sum of the weight's gradient. On a GPU all rows are one
+/// chunk if their logits are small compared to x, because products of fewer rows would leave SMs
 /// idle.
 inline int64_t rows_per_chunk(const LogitLayer& layer, bool may_be_whole) {
   constexpr int64_t kLeast = 2048;
@@ -69,7 +69,7 @@ inline int64_t rows_per_chunk(const LogitLayer& layer, bool may_be_whole) {
   return is_whole ? rows : size;
 }
 
-/// The rows begin <= row < begin + count; of() is their view of a tensor.
+/// The rows begin <= row < begin + count; of() returns them as a view of a tensor.
 struct Rows {
   int64_t begin;
   int64_t count;
@@ -77,7 +77,7 @@ struct Rows {
 };
 using Classes = Rows;  // the rows of the weight
 
-/// Calls body(chunk) for each chunk of `size` of all rows or classes.
+/// Calls body(chunk) for each chunk of `size` rows or classes, out of `all`.
 template <class Body>
 void for_each_chunk(const char* name, int64_t all, int64_t size, const Body& body) {
   trace::note("logits of ", size, " ", name, " at a time");
@@ -94,7 +94,8 @@ inline void add_product(at::Tensor sum, const at::Tensor& a, const at::Tensor& b
   } else if (a.is_cuda()) {
     at::addmm_out(sum, sum, a, b, dtype, beta);
   } else {
-    // Torch's CPU product rounds to half precision. A block of the factors is converted at a time.
+    // Converts blocks of the factors to the dtype of the sum, because torch's CPU product would
+    // round to half precision.
     constexpr int64_t kBlock = 256;
     const at::Tensor wide = b.to(dtype);
     for (int64_t begin = 0; begin < a.size(0); begin += kBlock) {
@@ -107,7 +108,7 @@ inline void add_product(at::Tensor sum, const at::Tensor& a, const at::Tensor& b
 /// Memory for the logits of one chunk, which is used for each chunk in turn.
 class ChunkLogits {
  public:
-  /// `memory`, [rows, classes], is used for logits that are not wide, if it is defined.
+  /// If `memory` [rows, classes] is defined, it holds the logits, unless they are wide.
   ChunkLogits(const char* op, const LogitLayer& layer, int64_t rows, const at::Tensor& memory = {})
       : layer_(layer), classes_(layer.weight.size(0)) {
     const PaddedSizes sizes(layer.x, layer.weight);
@@ -125,7 +126,7 @@ class ChunkLogits {
     }
   }
 
-  /// The layer whose logits are computed: the given layer, or the layer with added classes whose
+  /// The layer whose logits are computed: the given layer, if necessary with added classes whose
   /// weights are 0.
   const LogitLayer& layer() const { return layer_; }
 
@@ -152,8 +153,8 @@ class ChunkLogits {
     return logits_.div_(*layer_.softcap).tanh_().mul_(bound());
   }
 
-  /// The memory of the gradient of the outputs computed last: that of the logits unless they are
-  /// wide. 0 for added classes; the caller writes own() of it.
+  /// Memory for the gradient of the outputs computed last: that of the logits unless they are wide.
+  /// Added classes are 0 in it; the caller writes the other columns, own().
   const at::Tensor& gradient_memory() {
     if (layer_.is_wide()) {
       if (!memory_.defined()) memory_ = at::empty({wide_.size(0), stride_}, layer_.x.options());
@@ -164,11 +165,11 @@ class ChunkLogits {
     if (added > 0) product_.narrow(1, classes_, added).zero_();
     return product_;
   }
-  /// The columns of the given classes, without added ones.
+  /// The columns of the layer's own classes, without added classes.
   at::Tensor own(const at::Tensor& logits) const { return logits.narrow(1, 0, classes_); }
 
-  /// The gradient of the layer's outputs, in place of the logits computed last; 0 for added
-  /// classes. `grad` is the gradient of the losses, divided by the temperature.
+  /// The gradient of the outputs computed last, which overwrites the logits unless they are wide; 0
+  /// for added classes. `grad` is the gradient of the losses, divided by the temperature.
   const at::Tensor& differentiate(const char* op, const at::Tensor& grad, const at::Tensor& target,
                                   const LossOptions& options, const RowState& state,
                                   const at::Tensor& grad_entropy = {}) {
@@ -185,14 +186,14 @@ class ChunkLogits {
   }
 
  private:
-  /// Adds classes whose weights are 0, up to whole vectors.
+  /// Adds classes whose weights are 0, until rows are whole vectors.
   void pad(const char* op) {
     columns_ = stride_;
     trace::note("copied: the weight, for products of ", stride_, " classes, which take less time");
     layer_.weight = padded(op, layer_.weight, stride_, layer_.weight.size(1));
     if (layer_.bias) layer_.bias = at::constant_pad_nd(*layer_.bias, {0, stride_ - classes_});
   }
-  /// Logits that are not rounded to the dtype of x.
+  /// Computes logits that are not rounded to the dtype of x.
   const at::Tensor& compute_wide(const Rows& rows) {
     const at::Tensor product = part(wide_);
     add_product(product, rows.of(layer_.x), layer_.weight.t(), /*is_first=*/true);
@@ -201,34 +202,35 @@ class ChunkLogits {
     if (layer_.softcap) logits_.div_(*layer_.softcap).tanh_().mul_(bound());
     return logits_;
   }
-  /// The bound of logits with a softcap.
+  /// The bound of the logits that a softcap sets.
   double bound() const { return *layer_.softcap / layer_.temperature; }
-  /// The rows and columns of the outputs computed last.
+  /// The part of `memory` that the outputs computed last occupy.
   at::Tensor part(const at::Tensor& memory) const {
     return memory.narrow(0, 0, rows_).narrow(1, 0, columns_);
   }
 
   LogitLayer layer_;
   int64_t classes_, columns_ = 0, stride_ = 0, rows_ = 0;
-  at::Tensor memory_, wide_;  // of the dtype of x, with stride_ columns; of wide logits
+  at::Tensor memory_, wide_;  // logits in the dtype of x, with stride_ columns; wide logits
   at::Tensor product_, logits_;
 };
 
-/// The dtype of the gradient of the weight. float16 has no range for a sum over all rows.
+/// The dtype of the gradient of the weight: float32 for float16, whose range is too small for a sum
+/// over all rows.
 inline at::ScalarType weight_gradient_dtype(at::ScalarType dtype) {
   return dtype == at::kHalf ? at::kFloat : dtype;
 }
 
-/// Whether a product of all rows may be the gradient of the weight, in its dtype. Small products
-/// are split along the rows, and cuBLAS and torch's CPU products may round the parts to half
-/// precision.
+/// Whether a product over all rows may compute the gradient of the weight in the weight's dtype.
+/// Small products are split along the rows, and cuBLAS and torch's CPU products may round the
+/// partial sums to half precision.
 inline bool has_exact_gradient(const at::Tensor& weight) {
   constexpr int64_t kLeastElements = int64_t{1} << 24;
   const bool is_half = weight.scalar_type() == at::kBFloat16 || weight.scalar_type() == at::kHalf;
   return !is_half || (weight.is_cuda() && weight.numel() >= kLeastElements);
 }
 
-/// Where the gradient of the weight is added up.
+/// Uninitialised memory for the sum that becomes the gradient of the weight.
 inline at::Tensor empty_weight_sum(const at::Tensor& weight, bool is_one_chunk) {
   const at::ScalarType dtype = weight.scalar_type();
   const bool is_gradient = is_one_chunk && has_exact_gradient(weight);
@@ -236,7 +238,7 @@ inline at::Tensor empty_weight_sum(const at::Tensor& weight, bool is_one_chunk) 
                                                                       : compute_dtype(dtype)));
 }
 
-/// The gradient of the weight from its sum, which may have more classes.
+/// The gradient of the weight from its sum, which may have more classes than the weight.
 inline at::Tensor weight_gradient(const at::Tensor& sum, const at::Tensor& weight) {
   const at::ScalarType dtype = weight_gradient_dtype(weight.scalar_type());
   if (sum.scalar_type() == dtype && sum.size(0) == weight.size(0)) return sum;
@@ -249,8 +251,8 @@ inline at::Tensor sum_of_rows(const at::Tensor& matrix, at::ScalarType dtype) {
   return torchkiln::sum(matrix, at::IntArrayRef(kOverRows), false, dtype);
 }
 
-/// Gradients of a layer, undefined if not wanted. The gradient of the weight may have more classes
-/// than the layer, and another dtype.
+/// The gradients of a layer; undefined if not wanted. The gradient of the weight may have more
+/// classes than the layer, and another dtype.
 struct LayerGradients {
   at::Tensor x, weight, bias;
 
@@ -286,7 +288,7 @@ inline std::tuple<at::Tensor, at::Tensor, at::Tensor> empty_gradients(const Logi
           like(wanted[2], layer.bias.value_or(layer.x), compute_dtype(dtype))};
 }
 
-/// All but the weight, whose gradient is allocated once the logits are freed.
+/// All gradients except that of the weight, which is allocated once the logits are freed.
 inline Wanted without_weight(const Wanted& wanted) { return {wanted[0], false, wanted[2]}; }
 
 /// Calls body(logits, gradients, rows) for each chunk of `size` rows. Returns the gradient of the
@@ -306,7 +308,7 @@ at::Tensor for_each_chunk_of_logits(const char* op, const LogitLayer& layer, con
   return wanted[1] ? weight_gradient(gradients.weight, layer.weight) : at::Tensor();
 }
 
-/// The same with the rows per chunk of the layer.
+/// for_each_chunk_of_logits() with chunks of rows_per_chunk() rows.
 template <class Body>
 at::Tensor for_each_chunk_of_logits(const char* op, const LogitLayer& layer, const Wanted& wanted,
                                     const at::Tensor& grad_x, const at::Tensor& grad_bias,
@@ -317,7 +319,8 @@ at::Tensor for_each_chunk_of_logits(const char* op, const LogitLayer& layer, con
   return for_each_chunk_of_logits(op, layer, wanted, grad_x, grad_bias, size, body);
 }
 
-/// All logits with torch's own ops, from products of this dtype, in the compute dtype, as rows.
+/// All logits, as rows in the compute dtype, with torch's own ops. `product`: dtype of the matrix
+/// product.
 inline at::Tensor composite_logits(const LogitLayer& layer, at::ScalarType product) {
   const auto& [x, weight, bias, softcap, temperature, dtype] = layer;
   const at::ScalarType wide = compute_dtype(x.scalar_type());

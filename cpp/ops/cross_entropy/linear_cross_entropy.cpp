@@ -13,9 +13,9 @@
 namespace torchkiln::linear_cross_entropy_ops {
 namespace {
 
-/// gradient * factor / divisor, computed in the compute dtype and rounded once, with no copy in
-/// that dtype; a null divisor is 1. torch's product would round a factor without dimensions to the
-/// dtype of the gradient first.
+/// gradient * factor / divisor, computed in the compute dtype and rounded once, without a copy in
+/// the compute dtype. A null divisor is 1. torch's product would first round a 0-dimensional factor
+/// to the dtype of the gradient.
 Tensor scaled(const Tensor& gradient, const Tensor& factor, const void* divisor,
               at::ScalarType dtype) {
   Tensor found = at::empty_like(gradient, gradient.options().dtype(dtype));
@@ -64,7 +64,7 @@ Tensor batched(const Call& call) {
 Tensor output(const Call& call) { return std::get<0>(forward_outputs(call, {})); }
 Tensor kernel(const Call& call) { return std::get<0>(forward(call, {})); }
 
-/// The number by which the gradients of the sum of the losses are multiplied.
+/// The number by which backward multiplies the gradients of the sum of the losses.
 Tensor factor_of(const Tensor& grad, const Tensor& target, const Tensor& state,
                  const LossOptions& call) {
   const Tensor factor = grad.to(state.scalar_type());
@@ -86,7 +86,7 @@ std::tuple<Tensor, Tensor> recorded_forward(const Below& below, const Call& call
   TORCH_CHECK(!(factors.defined() && factors.requires_grad()), "torchkiln.", kName,
               ": weight: got a tensor that requires a gradient, expected one that does "
               "not: the loss has none with respect to class weights; pass weight.detach()");
-  Call without_tensors = call;  // which are saved by keep() instead
+  Call without_tensors = call;  // keep() saves the tensors instead
   without_tensors.layer.x = without_tensors.layer.weight = without_tensors.target = Tensor();
   without_tensors.layer.bias = without_tensors.loss.weight = std::nullopt;
   without_tensors.loss.check_target = false;
@@ -122,8 +122,8 @@ std::tuple<Tensor, Tensor> recorded_forward(const Below& below, const Call& call
         }
         Tensor factor;
         const void* divisor = nullptr;
-        // scaled() returns 0 for a divisor of 0, which is right without class weights: then the
-        // divisor is the number of rows that count.
+        // If the divisor is 0, scaled() returns 0. Without class weights this is right, because the
+        // divisor is the number of rows that are not ignored.
         if (options.reduction == LossReduction::mean && !factors.defined() &&
             Below(detail::keys_of(in[0], state, found[0], found[1], found[2])).is_plain()) {
           factor = in[0].to(state.scalar_type());

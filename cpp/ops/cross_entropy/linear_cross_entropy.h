@@ -47,7 +47,7 @@ void check_classes_if_asked(const Call& call);
 Five forward_outputs(const Call& call, Wanted wanted);
 Five forward(const Call& call, Wanted wanted);
 
-/// The gradients of losses per row.
+/// The gradients of losses without a reduction.
 Three backward_outputs(const Call& call, const Tensor& grad, const Tensor& state, Wanted wanted);
 Three backward(const Call& call, const Tensor& grad, const Tensor& state, Wanted wanted);
 

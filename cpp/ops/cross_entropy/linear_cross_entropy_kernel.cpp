@@ -1,5 +1,5 @@
-// The kernels of linear_cross_entropy(): checks, and the loops over chunks, which linear_chunks.h
-// and class_chunks.h compute and differentiate. kernel.h has the kernels of the loss.
+// The kernels of linear_cross_entropy(): checks, and loops over chunks. linear_chunks.h and
+// class_chunks.h compute and differentiate a chunk; kernel.h has the kernels of the loss.
 
 #include <limits>
 
@@ -43,7 +43,7 @@ void check_classes_if_asked(const Call& call) {
 
 namespace {
 
-/// The same call with x and target as rows, and class weights that the kernels need not convert.
+/// The call with x and target as rows, and with class weights in the compute dtype.
 Call in_rows(const Call& call) {
   Call flat = call;
   flat.layer.x = as_matrix(call.layer.x);
@@ -92,14 +92,14 @@ Five forward(const Call& call, Wanted wanted) {
     run_sum(kName, flat.layer.x, total);
     return outputs;
   }
-  bool is_whole = false;  // one chunk
+  bool is_whole = false;  // whether all rows are one chunk
   LossOptions sum = flat.loss;
   sum.reduction = LossReduction::sum;
   const Tensor of_weight = for_each_chunk_of_logits(
       kName, flat.layer, wanted, grad_x, grad_bias,
       [&, &state = state](ChunkLogits& logits, const LayerGradients& gradients, const Rows& chunk) {
         RowState kept = row_state(state, rows, reduction, chunk.begin);
-        kept.divisor = nullptr;  // known after the last chunk
+        kept.divisor = nullptr;  // the divisor is known only after the last chunk
         const Tensor target = chunk.of(flat.target);
         is_whole = chunk.count == rows;
         run_forward(kName, logits.compute(chunk), target, sum, chunk.of(losses), kept,

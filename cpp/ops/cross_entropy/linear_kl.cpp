@@ -133,7 +133,8 @@ struct Backward {
         chunk.of(rows_of_x).copy_(both->slopes(logits, outputs).mul_(factors));
       }
       if (!layer[1] && !layer[2]) return outputs;
-      // Wide logits are still in memory: the gradient is rounded once, with the incoming one.
+      // Wide logits are still in memory, so the gradient is computed again with the incoming
+      // gradient, and rounded once.
       return is_wide ? both->differentiate(logits, own) : outputs.mul_(factors);
     };
     const Tensor of_weight =
@@ -187,7 +188,7 @@ struct Op {
       return at::log_softmax(composite_logits(layer, wide) / call.temperature, -1);
     };
     const Tensor log_p = logarithms(call.student), log_q = logarithms(call.teacher);
-    // A probability of 0 adds nothing, although its logarithm is infinite.
+    // A probability of 0 adds 0, although its logarithm is infinite.
     const auto divergence = [](const Tensor& logs, const Tensor& others) {
       const Tensor factor = logs.exp();
       return (factor * (logs - others).masked_fill(factor.eq(0), 0)).sum(-1);
@@ -198,7 +199,7 @@ struct Op {
     } else if (call.direction == DivergenceKind::reverse) {
       rows = divergence(log_p, log_q);
     } else {
-      // std::log of a double would ask for glibc 2.29.
+      // Uses log1p, because std::log of a double would require glibc 2.29.
       const double log_beta = -std::log1p((1 - call.beta) / call.beta);
       const Tensor log_m = at::logaddexp(log_q + log_beta, log_p + std::log1p(-call.beta));
       rows = divergence(log_q, log_m) * call.beta + divergence(log_p, log_m) * (1 - call.beta);
@@ -268,7 +269,7 @@ struct Op {
     }
     return torchkiln::call<Op>(call);
   }
-  /// With `rows`: the results of these rows, among zeros.
+  /// With `rows`: computes these rows, and fills the others with zeros.
   static std::optional<Tensor> rewritten(const Call& call) {
     if (!call.rows) return std::nullopt;
     check(kName, call);

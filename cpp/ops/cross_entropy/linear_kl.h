@@ -49,7 +49,7 @@ struct Call {
                    self.beta, self.rows);
 
   c10::SymIntArrayRef shape() const { return student.x.sym_sizes().slice(0, student.x.dim() - 1); }
-  /// The same divergence with the layers exchanged.
+  /// The call with student and teacher exchanged, which has the same divergence.
   Call exchanged() const {
     Call other = *this;
     std::swap(other.student, other.teacher);
@@ -60,7 +60,7 @@ struct Call {
   }
 };
 
-/// Checks layouts, and that all tensors are on one device.
+/// Checks the layouts, and that all tensors are on one device.
 inline void check_places(const char* op, const Call& call) {
   const LogitLayer &own = call.student, &other = call.teacher;
   check_tensors(op, {{"x", own.x}, {"weight", own.weight}, {"y", other.x}});
@@ -68,7 +68,7 @@ inline void check_places(const char* op, const Call& call) {
   if (other.bias) check_tensors(op, {{"x", own.x}, {"bias_y", *other.bias}});
 }
 
-/// Whether both beta and 1 - beta are between 0 and 1 in the dtype that the op computes in.
+/// Whether beta and 1 - beta are between 0 and 1 in the compute dtype.
 inline bool is_share(double beta, at::ScalarType dtype) {
   const auto holds = [](auto own) { return own > 0 && own < 1 && 1 - own < 1; };
   return dtype == at::kDouble ? holds(beta) : holds(static_cast<float>(beta));
@@ -95,7 +95,7 @@ inline void check(const char* op, const Call& call) {
                     ", expected a number greater than 0 and less than 1");
 }
 
-/// The same call with x and y as rows, and logits that are not rounded.
+/// The call with x and y as rows, and logits that are not rounded.
 inline Call in_rows(const Call& call) {
   Call flat = call;
   for (LogitLayer* layer : {&flat.student, &flat.teacher}) {
@@ -118,9 +118,9 @@ inline int64_t chunk_rows(const LogitLayer& student) {
   return size_of_chunk(student.x.size(0), row, kLeast, kMostRowsOfChunk);
 }
 
-/// Incoming gradients for slopes that are rounded to the dtype of x. Those of float16 are divided
-/// by `factor`, as float16 has no range: slopes reach 64 at a gap of 1 between logarithms, and
-/// lose precision below 6e-5, which is 1e-6 of a probability.
+/// Incoming gradients for gradients of logits that are rounded to the dtype of x. For float16,
+/// whose range is small, they are divided by `factor`: gradients reach 64 if logarithms differ by
+/// 1, and they lose precision below 6e-5, which is 1e-6 of a probability.
 struct RoundedGradients {
   Tensor grads;   // [rows]
   Tensor factor;  // one number; undefined for 1
@@ -139,14 +139,14 @@ struct RoundedGradients {
 /// student, and the same three of the teacher.
 inline constexpr int64_t kNumbers = 6, kOfStudent = 2, kOfTeacher = 5;
 
-/// Computes the rows of a chunk.
+/// Computes the divergence of a chunk of rows, and its gradient.
 class ChunkDivergence {
  public:
-  /// The teacher's layer may have some of the classes. Chunks have at most `rows` rows.
+  /// `teacher` may have some of the teacher's classes. Chunks have at most `rows` rows.
   ChunkDivergence(const Call& flat, const LogitLayer& teacher, const Tensor& state, int64_t rows)
       : call_(flat), state_(state), teacher_(kName, teacher, rows) {}
 
-  /// Computes the logits of both layers.
+  /// Computes the logits of both layers, for a chunk of rows.
   void compute(ChunkLogits& student, const Rows& chunk) {
     arguments_ = {};
     student_logits_ = student.compute(chunk);
@@ -172,7 +172,7 @@ class ChunkDivergence {
   /// Log-sum-exps and masses that are known, those of more classes, are read instead.
   void run(const Tensor& found, const Rows& chunk, bool is_known) {
     const int64_t rows = state_.numel() / kNumbers;
-    // Any class: its log-probability is overwritten by the divergence.
+    // The target may be any class, because the divergence overwrites its log-probability.
     const Tensor target = at::zeros({chunk.count}, found.options().dtype(at::kLong));
     const LossOptions options = logprob_options(call_.temperature, /*ignore_index=*/-1);
     const auto run_layer = [&](const Tensor& logits, int64_t first) {
@@ -190,8 +190,8 @@ class ChunkDivergence {
         [&](auto stream) { return cuda::divergence(arguments_, stream); },
         [&](int64_t begin, int64_t end) { return cpu::divergence(arguments_, begin, end); });
   }
-  /// Replaces the logits of the student by their gradient, or writes it beside them if they are
-  /// wide. `grad` is the incoming gradient, [rows]; undefined for ones.
+  /// Replaces the logits of the student by their gradient or, if they are wide, writes it to other
+  /// memory. `grad` is the incoming gradient, [rows]; undefined for ones.
   const Tensor& differentiate(ChunkLogits& student, const Tensor& grad = {}) {
     const Tensor& outputs = student.gradient_memory();
     const Tensor own = student.own(outputs);
@@ -208,8 +208,9 @@ class ChunkDivergence {
     return outputs;
   }
 
-  /// The product of that gradient and the student's weight, [rows, features], not rounded. Its
-  /// memory is new in forward and in backward, as the product's bits may depend on the alignment.
+  /// The product of the gradient of the logits and the student's weight, [rows, features], not
+  /// rounded. It has new memory in forward and in backward, because the bits of a product may
+  /// depend on the alignment.
   Tensor slopes(const ChunkLogits& student, const Tensor& outputs) const {
     const Tensor found = at::empty({outputs.size(0), call_.student.x.size(1)}, state_.options());
     add_product(found, outputs, student.layer().weight, /*is_first=*/true);

@@ -1,6 +1,6 @@
 // linear_logprob(): logprob() of the outputs of a linear layer, a chunk of rows at a time. Forward
-// keeps the numbers of each row. Backward computes the logits again, a chunk of rows or of classes
-// at a time, and the gradients of x, weight and bias from the gradient of the chunk.
+// saves a few numbers per row. Backward computes the logits again, a chunk of rows or of classes at
+// a time, and from their gradient the gradients of x, weight and bias.
 
 #include "cross_entropy/class_chunks.h"
 #include "cross_entropy/counted_rows.h"
@@ -56,7 +56,7 @@ void check(const char* op, const Call& call) {
               own == wide ? "" : " or " + dtype_name(own), ": the dtype of the logits");
 }
 
-/// The same call with x and target as rows, and the dtype of the logits.
+/// The call with x and target as rows, and with the dtype of the logits set.
 Call in_rows(const Call& call) {
   Call flat = call;
   flat.layer.x = as_matrix(call.layer.x);
@@ -99,7 +99,7 @@ struct Forward {
 struct Backward {
   struct Arguments : Call {
     MaybeTensor grad, grad_entropy;
-    Tensor entropies, state;  // of the forward
+    Tensor entropies, state;  // results of forward
     Wanted wanted;
 
     template <class Self>
@@ -227,7 +227,7 @@ struct Op {
     return torchkiln::call<Op>(call);
   }
 
-  /// With `rows`: the results of these rows, among zeros.
+  /// With `rows`: computes these rows, and fills the others with zeros.
   static std::optional<Two> rewritten(const Call& call) {
     if (!call.rows) return std::nullopt;
     check(kName, call);

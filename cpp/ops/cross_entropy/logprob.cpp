@@ -1,7 +1,7 @@
 // logprob(): the logarithm of the probability that a row of logits gives to a class, and the
-// entropy of the row. Forward reads the logits once and keeps three numbers per row; backward reads
-// them again and writes their gradient, for any incoming gradient of both results. The kernels are
-// those of cross_entropy().
+// entropy of the row. Forward reads the logits once and saves three numbers per row. Backward reads
+// the logits again and writes their gradient, from the incoming gradients of both results. The
+// kernels are those of cross_entropy().
 
 #include "cross_entropy/logprob.h"
 #include "matmul/kernel.h"

@@ -1,6 +1,6 @@
 #pragma once
 
-// The logarithm of the probability of a class and the entropy, per row: shared by logprob() and
+// The logarithm of the probability of a class and the entropy, per row: functions for logprob() and
 // linear_logprob().
 
 #include "cross_entropy/composite.h"
@@ -9,7 +9,7 @@
 
 namespace torchkiln {
 
-/// The options of the kernels.
+/// The options with which the kernels compute log-probabilities.
 inline LossOptions logprob_options(double temperature, int64_t ignore_index) {
   LossOptions options;
   options.reduction = LossReduction::none;
@@ -19,7 +19,7 @@ inline LossOptions logprob_options(double temperature, int64_t ignore_index) {
   return options;
 }
 
-/// Results of this shape, and the state of each row: see state_size().
+/// Uninitialised results of this shape, and the state of each row: see state_size().
 inline std::array<at::Tensor, 3> empty_logprob(const at::Tensor& like, c10::SymIntArrayRef shape,
                                                bool entropy) {
   const auto wide = like.options().dtype(compute_dtype(like.scalar_type()));
@@ -29,7 +29,8 @@ inline std::array<at::Tensor, 3> empty_logprob(const at::Tensor& like, c10::SymI
   return {logp, second, empty_of({state_size(rows, LossReduction::none, false)}, wide)};
 }
 
-/// Gradients per row in the compute dtype; zeros for an undefined one of a log-probability.
+/// The incoming gradients per row, in the compute dtype. An undefined gradient of a log-probability
+/// becomes zeros.
 struct LogprobGrads {
   at::Tensor logp, entropy;  // [rows]; `entropy` may be undefined
 
@@ -40,7 +41,7 @@ struct LogprobGrads {
   }
 };
 
-/// Checks a tensor that forward made, which kernels read as contiguous numbers of their type.
+/// Checks a tensor that forward saved: kernels read it as contiguous numbers of this dtype.
 inline void check_kept(const char* op, const char* name, const at::Tensor& kept,
                        at::ScalarType dtype) {
   TORCH_CHECK(kept.scalar_type() == dtype && kept.is_contiguous(), "torchkiln.", op, ": ", name,
@@ -48,7 +49,7 @@ inline void check_kept(const char* op, const char* name, const at::Tensor& kept,
               ", expected contiguous ", dtype_name(dtype), ", from the forward op");
 }
 
-/// Checks gradients, and what forward kept for logits of this dtype.
+/// Checks the incoming gradients, and the tensors that forward saved for logits of this dtype.
 inline void check_logprob_grads(const char* op, at::ScalarType logits, const at::Tensor& target,
                                 const at::Tensor& entropy, const at::Tensor& state,
                                 const MaybeTensor& grad, const MaybeTensor& grad_entropy) {
@@ -67,8 +68,8 @@ inline void check_logprob_grads(const char* op, at::ScalarType logits, const at:
   check_kept(op, "entropy", entropy, compute_dtype(logits));
 }
 
-/// Both results with torch's own ops, from logits [rows, classes] divided by the temperature, for
-/// classes of any shape. Without `entropy` the second result is empty.
+/// Both results with torch's own ops, from logits [rows, classes] that were divided by the
+/// temperature, and targets of any shape. Without `entropy` the second result is empty.
 inline std::tuple<at::Tensor, at::Tensor> composite_logprob(const at::Tensor& logits,
                                                             const at::Tensor& target,
                                                             int64_t ignore_index, bool entropy) {
@@ -82,7 +83,7 @@ inline std::tuple<at::Tensor, at::Tensor> composite_logprob(const at::Tensor& lo
   const at::Tensor logp = finish(logs.gather(-1, wide.index.unsqueeze(-1)).squeeze(-1));
   if (!entropy) return {logp, no_output(logp)};
   const at::Tensor p = logs.exp();
-  // A probability of 0 adds nothing, although its logarithm is infinite.
+  // A probability of 0 adds 0, although its logarithm is infinite.
   return {logp, finish((p * logs.masked_fill(p.eq(0), 0)).sum(-1).neg())};
 }
 

@@ -8,15 +8,15 @@
 
 namespace torchkiln {
 
-/// Metrics with one number per row, in any shape.
+/// Metrics before their reduction: one number per row, in any shape.
 struct RowMetrics {
   at::Tensor log_sum_exp;
-  at::Tensor weight;   // of the target class, 0 if the row is ignored
+  at::Tensor weight;   // weight of the target class, 0 if the row is ignored
   at::Tensor ignored;  // undefined with probabilities
   at::Tensor correct;  // whether the target class has the largest logit; undefined if not wanted
 };
 
-/// Metrics from the state that is saved for backward: the logits are not read again.
+/// Metrics from the state that forward saves, so that the logits are not read again.
 inline RowMetrics metrics_of_state(const c10::SymInt& rows, const at::Tensor& target,
                                    const at::Tensor& state, const LossOptions& options) {
   const int64_t divisors = options.reduction == LossReduction::mean ? 1 : 0;
@@ -27,12 +27,12 @@ inline RowMetrics metrics_of_state(const c10::SymInt& rows, const at::Tensor& ta
     metrics.ignored = target.reshape({-1}).eq(options.ignore_index);
   if (!options.accuracy) return metrics;
   metrics.correct = state.narrow_symint(0, rows * 3 + divisors, rows);
-  // Without a reduction the caller gets these numbers, which must not be a view of the saved state.
+  // Without a reduction these numbers are the result, which must not be a view of the saved state.
   if (options.reduction == LossReduction::none) metrics.correct = metrics.correct.clone();
   return metrics;
 }
 
-/// The same metrics with torch's own ops.
+/// RowMetrics with torch's own ops.
 inline RowMetrics composite_metrics(const at::Tensor& logits, const at::Tensor& target,
                                     const LossOptions& options) {
   const WideLoss wide = widen(logits, target, options);
@@ -44,8 +44,8 @@ inline RowMetrics composite_metrics(const at::Tensor& logits, const at::Tensor& 
   return metrics;
 }
 
-/// The z-loss and the accuracy, reduced as the loss; the mean accuracy is taken over the rows that
-/// are not ignored.
+/// The z-loss and the accuracy, reduced in the same way as the loss. The mean accuracy is over the
+/// rows that are not ignored.
 inline std::array<at::Tensor, 2> reduced_metrics(const RowMetrics& metrics, const at::Tensor& loss,
                                                  const LossOptions& options) {
   const auto reduced = [&](const at::Tensor& each, const auto& count) {

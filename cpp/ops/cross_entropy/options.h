@@ -14,7 +14,7 @@ namespace torchkiln {
 
 enum class LossReduction { none, mean, sum };
 
-/// A reduction is a string in schemas.
+/// A reduction is a string in the schemas of ops.
 template <>
 struct InSchema<LossReduction> {
   using Type = c10::string_view;
@@ -35,12 +35,12 @@ struct InSchema<LossReduction> {
 /// The options of cross_entropy and of its other forms.
 struct LossOptions : CrossEntropyOptions {
   LossReduction reduction = LossReduction::mean;
-  bool accuracy = false;  // the state includes whether each target class has the largest logit
-  // The logits have the classes from first_class on, of all_classes; 0 if the logits have all
-  // classes.
+  bool accuracy = false;  // whether the state has a number for this per row
+  // The logits have the classes from first_class on, out of all_classes; all_classes is 0 if the
+  // logits have all classes.
   int64_t first_class = 0;
   int64_t all_classes = 0;
-  bool is_logprob = false;  // log-probabilities of logits * scale in place of losses
+  bool is_logprob = false;  // compute log-probabilities of logits * scale, not losses
   double scale = 1;
 };
 
@@ -113,7 +113,8 @@ inline void check_softcap(const char* op, double softcap) {
                     ", expected a number greater than 0, or None");
 }
 
-/// Kernels multiply by the reciprocal in float32.
+/// Kernels multiply by the reciprocal of the temperature in float32, so both must be normal
+/// numbers.
 inline void check_temperature(const char* op, double temperature) {
   const bool is_usable = temperature > 0 && std::isnormal(static_cast<float>(temperature)) &&
                          std::isnormal(static_cast<float>(1 / temperature));

@@ -1,7 +1,7 @@
 #pragma once
 
-// inplace_backward: whether the gradient may be written over the logits, and whether the logits are
-// unchanged since forward.
+// Checks of inplace_backward: whether the gradient may overwrite the logits, and whether the logits
+// are unchanged since forward.
 
 #include <ATen/ATen.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -13,8 +13,8 @@ namespace torchkiln::cross_entropy_ops {
 
 inline constexpr const char* kName = "cross_entropy";
 
-/// Whether a tensor's memory may be written directly, which a trace, a transform or a tensor
-/// subclass would miss.
+/// Whether a tensor's memory may be written directly. A trace, a transform or a tensor subclass
+/// would not see such a write.
 inline bool is_plain(const at::Tensor& tensor) {
   using Key = c10::DispatchKey;
   constexpr c10::DispatchKeySet kWrapped{Key::Python, Key::Functionalize, Key::Batched,
@@ -46,8 +46,8 @@ inline void check_overwritable(const at::Tensor& logits) {
               "written over them; call .contiguous() first, or leave inplace_backward out");
 }
 
-/// The memory of logits, not owned, and its version. Autograd compares the versions of saved
-/// tensors itself, except of tensors that a hook packs (torch.autograd.graph.save_on_cpu), which
+/// A weak reference to the memory of logits, and its version. Autograd itself compares the versions
+/// of saved tensors, but not of tensors that a hook packs (torch.autograd.graph.save_on_cpu), which
 /// may be the logits.
 class Version {
  public:

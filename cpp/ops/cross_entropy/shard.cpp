@@ -1,6 +1,6 @@
 // cross_entropy() and logprob() of logits whose classes are distributed over processes. Each
-// process computes a few numbers per row of its shard; torchkiln.distributed exchanges and joins
-// them to the state of whole rows, from which each process computes the gradient of its shard.
+// process computes a few numbers per row from its shard. torchkiln.distributed exchanges them and
+// computes the state of whole rows, from which each process computes the gradient of its shard.
 
 #include "cross_entropy/logprob.h"
 
@@ -24,7 +24,7 @@ void check_shard(const char* op, const Tensor& logits, const Tensor& target,
               " classes of all shards");
 }
 
-/// The loss of a row has no z-loss and is not reduced to a mean.
+/// The options of a shard: without z-loss, and without a division for the mean.
 struct ShardOptions : LossOptions {
   ShardOptions() { reduction = LossReduction::sum; }
 
@@ -40,8 +40,8 @@ struct Shard {
       "torchkiln::_cross_entropy_shard(Tensor logits, Tensor target, Tensor? weight, "
       "int ignore_index, float label_smoothing, int first_class, int all_classes) -> Tensor";
 
-  /// [5, rows]: the maximum, the sum of exp(logits - maximum), the sum of q * (logits - maximum),
-  /// the sum of q, and the weight of the target class, 0 if another shard has it.
+  /// Returns [5, rows]: the maximum, the sum of exp(logits - maximum), the sum of q * (logits -
+  /// maximum), the sum of q, and the weight of the target class, 0 if another shard has it.
   static Tensor meta(const Tensor& logits, const Tensor& target, const ShardOptions& options) {
     check_shard("cross_entropy_shard", logits, target, options);
     return empty_of({c10::SymInt(5), sym_row_count(logits)},
@@ -75,7 +75,7 @@ struct ShardBackward {
       "Tensor? weight, Tensor state, int ignore_index, float label_smoothing, int first_class, "
       "int all_classes) -> Tensor";
 
-  /// `grad` has a number per row, or one for all.
+  /// `grad` has one number per row, or one number for all rows.
   static Tensor meta(const Tensor& grad, const Tensor& logits, const Tensor& target,
                      const ShardBackwardOptions& options) {
     const Tensor& state = options.state;
@@ -107,7 +107,7 @@ struct ShardBackward {
   }
 };
 
-// ---- log-probabilities: the same two steps ----
+// ---- log-probabilities: numbers of each row, then the gradient ----
 
 struct LogprobOptions {
   double temperature = 1;
@@ -131,8 +131,8 @@ struct LogprobShard {
       "torchkiln::_logprob_shard(Tensor logits, Tensor target, float temperature, "
       "int ignore_index, int first_class, int all_classes) -> Tensor";
 
-  /// [5, rows] for z = logits / temperature: the maximum, the sum of exp(z - maximum), z of the
-  /// target class - maximum, 1 for this class, both 0 if another shard has it, and the sum of
+  /// [5, rows] for z = logits / temperature: the maximum, the sum of exp(z - maximum), z - maximum
+  /// of the target class and the number 1, both 0 if another shard has this class, and the sum of
   /// exp(z - maximum) * (z - maximum).
   static Tensor meta(const Tensor& logits, const Tensor& target, const LogprobOptions& options) {
     check_shard(kName, logits, target, options.kernel_options());

@@ -23,7 +23,7 @@ inline void check_weight_dtype(const char* op, const at::Tensor& x, const char* 
   check_same_dtype(op, name, weight, "x", x);
 }
 
-/// The names of a linear layer's arguments.
+/// The names of a linear layer's arguments, for errors.
 struct LinearNames {
   const char* weight = "weight";
   const char* bias = "bias";

@@ -6,13 +6,13 @@
 
 namespace torchkiln {
 
-/// Adjacent dimensions, merged into one.
+/// Several adjacent dimensions, merged into one.
 struct CollapsedDims {
   int64_t size = 1;
   int64_t stride = 0;
 };
 
-/// Merges the dimensions begin <= d < end; empty if no single stride covers them.
+/// Merges the dimensions begin <= d < end; nullopt if no single stride covers them.
 inline std::optional<CollapsedDims> collapse_dims(const at::Tensor& tensor, int64_t begin,
                                                   int64_t end) {
   CollapsedDims found;

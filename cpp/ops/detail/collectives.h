@@ -1,8 +1,9 @@
 #pragma once
 
-// Collectives of a process group, named as torch.distributed names it. They are calls of torch's
-// own ops on the current stream, so modes see them, and the host does not wait for a GPU. In Python
-// one of them takes as long as all other host work of a small op.
+// Collectives of a process group, which is given by its name in torch.distributed. They are calls
+// of torch's own ops on the current stream, so that modes see them, and the host does not wait for
+// a GPU. They are called from C++, because one call in Python takes as long as all other host work
+// of a small op.
 
 #include <ATen/ATen.h>
 #include <torch/version.h>
@@ -11,7 +12,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-// A torch without torch.distributed lacks this function.
+// Weak, because a torch without torch.distributed does not have this function.
 namespace c10d {
 __attribute__((weak)) c10::intrusive_ptr<ProcessGroup> resolve_process_group(
     const std::string& group_name);
@@ -19,14 +20,14 @@ __attribute__((weak)) c10::intrusive_ptr<ProcessGroup> resolve_process_group(
 
 namespace torchkiln {
 
-/// The group of a name.
+/// The process group with this name.
 inline c10::intrusive_ptr<c10d::ProcessGroup> group_of(const std::string& name) {
   TORCH_CHECK(c10d::resolve_process_group != nullptr, "torchkiln: group: got ", name,
               ", expected a torch that is built with torch.distributed");
   return c10d::resolve_process_group(name);
 }
 
-/// The contiguous tensors of all processes, [processes, numel].
+/// Gathers one contiguous tensor from each process: [processes, numel].
 inline at::Tensor gathered(at::Tensor own, const std::string& group) {
   const auto processes = group_of(group);
   const int64_t count = processes->getSize();
@@ -42,7 +43,7 @@ inline at::Tensor gathered(at::Tensor own, const std::string& group) {
   return every.view_symint({count, own.sym_numel()});
 }
 
-/// Replaces a tensor by the sum of those of all processes.
+/// Replaces a tensor by its sum over all processes.
 inline void add_over_processes(const at::Tensor& own, const std::string& group) {
   std::vector<at::Tensor> tensors{own};
   c10d::AllreduceOptions options;

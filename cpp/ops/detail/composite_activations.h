@@ -1,6 +1,7 @@
 #pragma once
 
-// Activations: names in schemas, composites of torch's own ops, and the op activation_backward.
+// Activations in ops: their names in schemas, their computation with torch's own ops, and the op
+// activation_backward.
 
 #include <ATen/ATen.h>
 
@@ -17,7 +18,7 @@ inline const char* name_of(Activation activation) {
   return name;
 }
 
-/// The activation of a list that has this name. Raises an error for other names.
+/// The activation of `list` with this name. Raises an error for other names.
 template <class List = Activations>
 Activation find_activation(const char* op, std::string_view name, List list = {}) {
   std::optional<Activation> found;
@@ -37,7 +38,7 @@ Activation find_activation(const char* op, std::string_view name, List list = {}
   TORCH_CHECK_VALUE(false, "torchkiln.", op, ": act: got '", name, "', expected one of ", known);
 }
 
-/// An activation is a string in schemas.
+/// An activation is a string in the schemas of ops.
 template <>
 struct InSchema<Activation> {
   using Type = c10::string_view;
@@ -66,12 +67,12 @@ inline at::Tensor composite_activation(Activation activation, const at::Tensor& 
 void run_activation(const char* op, Activation activation, const at::Tensor& out,
                     const at::Tensor& x);
 
-/// Writes the gradient of activation(x) to `to`; the output overwrites `grad`. On a GPU, where one
-/// pass takes less time than two.
+/// Writes the gradient of activation(x) to `to`, and the output over `grad`. Only on a GPU, where
+/// one pass takes less time than two.
 void write_gradient_and_output(const at::Tensor& grad, const at::Tensor& x, Activation activation,
                                const at::Tensor& to);
 
-/// The gradient of activation(x); `saved` is x or the output, see saved_by(activation).
+/// Computes the gradient of activation(x). `saved`: x or the output, see saved_by(activation).
 struct ActivationBackward {
   static constexpr const char* kSchema =
       "torchkiln::_activation_backward(Tensor grad, Tensor saved, str act) -> Tensor";

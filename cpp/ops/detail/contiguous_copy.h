@@ -9,16 +9,17 @@
 
 namespace torchkiln {
 
-/// Whether a copy to a dense tensor transposes planes that fill squares of our elementwise kernels.
+/// Whether a copy to a dense tensor transposes planes that are large enough for the squares of our
+/// elementwise kernels.
 inline bool transposes(const Layout<1>& layout) {
-  constexpr int64_t kSide = 16;  // at least
+  constexpr int64_t kSide = 16;  // least size of both dimensions
   return (layout.rank == 2 || layout.rank == 3) && layout.size[0] >= kSide &&
          layout.size[1] >= kSide && layout.stride[0][0] > 1 && layout.stride[0][1] == 1;
 }
 
-/// Copies a tensor to a dense one of its shape and dtype, both in memory. On a GPU, our elementwise
-/// kernels transpose numbers through squares in shared memory; torch's copy reads or writes single
-/// elements far apart.
+/// Copies a tensor to a dense tensor of its shape and dtype, which exists already. On a GPU, our
+/// elementwise kernels transpose through squares in shared memory, whereas torch's copy accesses
+/// single elements that are far apart.
 inline void copy_elements(const at::Tensor& to, const at::Tensor& from) {
   if (from.is_cuda() && from.is_floating_point() && from.numel() > 0) {
     std::array inputs{from};

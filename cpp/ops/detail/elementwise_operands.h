@@ -14,7 +14,7 @@
 
 namespace torchkiln {
 
-/// Whether a tensor is a number that torch wrapped, or any other 0-dimensional CPU tensor.
+/// Whether a tensor is a 0-dimensional CPU tensor, for example a number that torch wrapped.
 inline bool is_cpu_scalar(const at::Tensor& tensor) { return tensor.dim() == 0 && tensor.is_cpu(); }
 
 namespace detail {
@@ -31,12 +31,12 @@ std::string join(Operands operands, const char* last, const Word& word) {
 }
 }  // namespace detail
 
-/// Checks that the operands are strided and, but for CPU scalars, on one device.
+/// Checks that the operands are strided and, except for CPU scalars, on one device.
 inline void check_devices(const char* op, Operands operands) {
   for (const Operand& operand : operands) check_tensor(op, operand.name, operand.tensor);
   const Operand* first = operands.begin();
   for (const Operand& operand : operands) {
-    // A CPU scalar goes to the device of another operand that is a CUDA or meta tensor.
+    // A CPU scalar may be combined with CUDA or meta tensors.
     if (operand.tensor.device() == first->tensor.device()) continue;
     if (is_cpu_scalar(operand.tensor) && !first->tensor.is_cpu()) continue;
     if (is_cpu_scalar(first->tensor) && !operand.tensor.is_cpu()) {
@@ -47,7 +47,7 @@ inline void check_devices(const char* op, Operands operands) {
   }
 }
 
-/// The state of torch's promotion after these operands.
+/// The state of torch's dtype promotion after these operands.
 inline at::native::ResultTypeState promotion_state(Operands operands) {
   at::native::ResultTypeState state;
   for (const Operand& operand : operands)
@@ -55,7 +55,7 @@ inline at::native::ResultTypeState promotion_state(Operands operands) {
   return state;
 }
 
-/// Checks that `dtype`, to which the operands promote, is supported.
+/// Checks that the promoted dtype of the operands, `dtype`, is supported.
 inline void check_promoted(const char* op, Operands operands, at::ScalarType dtype) {
   TORCH_CHECK(is_supported_dtype(dtype), "torchkiln.", op, ": ",
               detail::join(operands, ", ", [](const Operand& o) { return std::string(o.name); }),
@@ -95,8 +95,8 @@ inline c10::SymDimVector check_broadcast(const char* op, Operands operands) {
   return shape;
 }
 
-/// Checks the shapes of operands and returns the uninitialised output. The output has the strides
-/// of the first dense operand of the same shape, as in torch's elementwise ops.
+/// Checks the shapes of operands and returns the uninitialised output. As in torch's elementwise
+/// ops, it has the strides of the first operand that is dense and has the output's shape.
 inline at::Tensor broadcast_output(const char* op, Operands operands, at::ScalarType dtype) {
   const c10::SymDimVector shape = check_broadcast(op, operands);
   const at::Tensor* placed = &operands.begin()->tensor;
@@ -111,9 +111,9 @@ inline at::Tensor broadcast_output(const char* op, Operands operands, at::Scalar
   return at::empty_symint(shape, options);
 }
 
-/// An operand on the output's device, in a dtype that kernels support. Operands of other dtypes are
-/// cast to the compute dtype. at::full() passes a CPU scalar as a kernel argument, which does not
-/// synchronise.
+/// An operand on the output's device, in a dtype that kernels support; other dtypes are cast to the
+/// compute dtype. A CPU scalar goes through at::full(), which passes it as a kernel argument and
+/// does not synchronise.
 inline at::Tensor readable(const at::Tensor& input, const at::Tensor& out) {
   const at::ScalarType compute = compute_dtype(out.scalar_type());
   if (input.device() != out.device())

@@ -11,12 +11,12 @@ namespace torchkiln {
 /// owns, which would take the GIL (0.1 us).
 using MaybeCopy = c10::MaybeOwned<at::Tensor>;
 
-/// An optional tensor, contiguous; undefined if it was left out.
+/// An optional tensor, made contiguous; undefined if there is none.
 inline at::Tensor contiguous(const std::optional<at::Tensor>& tensor) {
   return tensor ? tensor->contiguous() : at::Tensor();
 }
 
-/// The address of a tensor that kernels read; null for an undefined one.
+/// The address of a tensor that kernels read; null if it is undefined.
 inline const void* data(const at::Tensor& tensor) {
   return tensor.defined() ? tensor.const_data_ptr() : nullptr;
 }

@@ -8,8 +8,8 @@
 
 namespace torchkiln {
 
-/// The dimensions of a dense tensor by their strides, the largest first. Logical order (of a
-/// contiguous tensor) needs no view.
+/// The dimensions of a dense tensor, sorted by their strides, the largest first. If the order is
+/// logical, as in a contiguous tensor, no view is needed.
 class MemoryOrder {
  public:
   MemoryOrder() = default;
@@ -33,7 +33,8 @@ class MemoryOrder {
   /// A view of `t` with the dimensions in the order of memory.
   at::Tensor physical(const at::Tensor& t) const { return is_logical() ? t : t.permute(dims_); }
 
-  /// A view of `t`, which has the order of memory, with the dimensions in logical order.
+  /// A view of `t`, whose dimensions are in the order of memory, with the dimensions in logical
+  /// order.
   at::Tensor logical(const at::Tensor& t) const {
     if (is_logical()) return t;
     std::vector<int64_t> positions(dims_.size());  // g++ warns about a SmallVector
@@ -45,8 +46,8 @@ class MemoryOrder {
   c10::SmallVector<int64_t, 8> dims_;
 };
 
-/// Sign bits as numbers of the shape of `like`, which has the order of the bits: 1 where the output
-/// was positive.
+/// Sign bits as numbers: 1 where the output was positive, else 0. `like` has the shape of the
+/// result and the memory order of the bits.
 inline at::Tensor unpack_signs(const at::Tensor& signs, const at::Tensor& like,
                                at::ScalarType dtype) {
   const at::Tensor place = at::arange(8, signs.options());

@@ -1,6 +1,7 @@
 #pragma once
 
-// Checks that norms share: the last sizes of x that are normalized, and parameters of that shape.
+// Checks of the norms: the last sizes of x, over which they normalize, and parameters of that
+// shape.
 
 #include <ATen/core/Tensor.h>
 
@@ -24,7 +25,8 @@ inline void check_normalized_shape(const char* op, const at::Tensor& x, c10::Sym
               dims == 1 ? std::string("dimension") : c10::str(dims, " dimensions"), " of x");
 }
 
-/// `like` has the dtype of the result and is named `name_of_like`.
+/// Checks a parameter's dtype against that of `like`, which has the dtype of the result and is
+/// called `name_of_like` in errors.
 inline void check_normalized_parameter(const char* op, const char* name,
                                        const MaybeTensor& parameter, c10::SymIntArrayRef shape,
                                        const char* name_of_like, const at::Tensor& like) {
@@ -41,7 +43,8 @@ inline void check_eps(const char* op, double eps) {
                     ", expected a number of at least 0");
 }
 
-/// The eps for None. Half precision computes in float32 and takes the eps of float32.
+/// The eps if None is given: the machine epsilon of the compute dtype, so for half precision that
+/// of float32.
 inline double default_eps(const at::Tensor& x) {
   return x.defined() && x.scalar_type() == at::kDouble ? std::numeric_limits<double>::epsilon()
                                                        : std::numeric_limits<float>::epsilon();

@@ -1,6 +1,6 @@
 #pragma once
 
-// Views of tensors as rows of adjacent elements, which the kernels of norms and losses read.
+// Views of tensors as rows of adjacent elements, for the kernels of norms and losses.
 
 #include <ATen/core/Tensor.h>
 
@@ -14,7 +14,7 @@ namespace torchkiln {
 /// A tensor [rows, columns] with column stride 1.
 struct RowsView {
   MaybeCopy tensor;
-  int64_t stride;  // between rows
+  int64_t stride;  // elements from one row to the next
 };
 
 /// A tensor as rows of `columns` elements: a view if the rows are evenly spaced, else a copy.
@@ -31,7 +31,8 @@ inline RowsView view_as_rows(const at::Tensor& tensor, int64_t rows, int64_t col
   return {MaybeCopy::owned(std::move(view)), stride};
 }
 
-/// A tensor as a view [rows, size of the last dimension]; empty if the strides do not allow one.
+/// A view of a tensor as [rows, size of the last dimension]; nullopt if the strides do not allow
+/// one.
 inline std::optional<MaybeCopy> rows_without_copy(const at::Tensor& tensor) {
   const int64_t last = tensor.dim() - 1;
   const int64_t columns = tensor.size(last);

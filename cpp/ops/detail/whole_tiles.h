@@ -2,8 +2,8 @@
 
 // A guard for products of half precision on a CPU with AMX, whose tiles are 32 deep. For a k that
 // is no multiple of 32, torch's product (oneDNN, seen with torch 2.11 and 2.13) also reads up to 31
-// elements after each row of the left matrix and multiplies them by 0. The result is NaN if one is
-// not finite: in the next row, or in memory that nobody has written.
+// elements after each row of the left matrix and multiplies them by 0. The result is NaN if one of
+// these elements is not finite. They belong to the next row, or to uninitialised memory.
 
 #include <ATen/ATen.h>
 #ifdef __x86_64__
@@ -16,7 +16,7 @@ namespace torchkiln {
 
 inline bool has_amx() {
 #ifdef __x86_64__
-  // Not by __builtin_cpu_supports(): clang 16 has no name for AMX.
+  // Reads CPUID itself, because __builtin_cpu_supports() of clang 16 does not support AMX.
   static const bool found = [] {
     constexpr unsigned kAmxTile = 1U << 24;
     unsigned a = 0, b = 0, c = 0, d = 0;
@@ -28,7 +28,7 @@ inline bool has_amx() {
 #endif
 }
 
-/// The factors [..., m, k] and [..., k, n], with columns and rows of zeros added where the product
+/// The factors [..., m, k] and [..., k, n], with added columns and rows of zeros if the product
 /// would read beyond the rows.
 inline std::tuple<at::Tensor, at::Tensor> in_whole_tiles(const at::Tensor& a, const at::Tensor& b) {
   constexpr int64_t kDepth = 32;

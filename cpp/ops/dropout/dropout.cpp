@@ -1,6 +1,7 @@
 // dropout_add and bias_dropout_add: dropout(x + bias) + residual in one pass. The mask is a
 // function of a state {seed, offset} and the index of an element, so backward generates it again. A
-// traced graph has two ops: State, which draws, and WithState, which computes and may run twice.
+// traced graph has two ops: State draws random numbers, and WithState computes the result and may
+// run twice.
 
 #include "detail/column_sum.h"
 #include "dropout/state.h"
@@ -24,7 +25,7 @@ void check_p(const char* op, double p) {
 /// The arguments of the ops.
 struct Call {
   Borrowed<Tensor> x;
-  Borrowed<Tensor> bias;  // of bias_dropout_add
+  Borrowed<Tensor> bias;  // only in bias_dropout_add
   Borrowed<Tensor> residual;
   double p;
   bool training;
@@ -73,7 +74,7 @@ void run(const Call& call, const Dropout& dropout, const Tensor& out) {
   }
 }
 
-/// The wanted gradients of x and bias.
+/// Computes the wanted gradients of x and bias.
 struct Backward {
   using Wanted = std::array<bool, 2>;
   struct Arguments {
@@ -114,7 +115,7 @@ struct Backward {
       run_with_bias(grad, dropout, grad_x, grad_bias);
       return {grad_x, grad_bias};
     }
-    // A gradient that will be summed for the bias stays in the compute dtype.
+    // Keeps a gradient in the compute dtype if it will be summed for the bias.
     const at::ScalarType compute = compute_dtype(grad.scalar_type());
     const Tensor passed =
         wanted[1] ? empty_of(grad.sym_sizes(), grad.options().dtype(compute)) : grad_x;
@@ -131,12 +132,12 @@ struct Backward {
     return {grad_x, sum_to_last(passed, 1, call.bias_dtype)};
   }
 
-  /// Computes both gradients in one pass, on a GPU.
+  /// Computes both gradients in one pass, only on a GPU.
   static void run_with_bias(const Tensor& grad, const Dropout& dropout, const Tensor& grad_x,
                             const Tensor& grad_bias) {
     const int64_t columns = grad.size(-1);
     const int64_t rows = grad.numel() / columns;
-    const Tensor grad_rows = grad.reshape({rows, columns});  // a view where rows are evenly spaced
+    const Tensor grad_rows = grad.reshape({rows, columns});  // a view if rows are evenly spaced
     DropoutBackward arguments{};
     arguments.grad = grad_rows.const_data_ptr();
     arguments.grad_x = grad_x.numel() > 0 ? grad_x.data_ptr() : nullptr;
@@ -157,7 +158,8 @@ struct Backward {
   }
 };
 
-/// The op with a new mask in training. The state is written to `record`, unless that is null.
+/// Computes the result, in training with a new mask. Writes the state to `record`, unless that is
+/// null.
 Tensor computed(const Call& call, int64_t* record = nullptr) {
   Tensor out = checked_output(call);
   if (call.training && call.p == 1) return out.copy_(call.residual);
@@ -168,7 +170,8 @@ Tensor computed(const Call& call, int64_t* record = nullptr) {
   return out;
 }
 
-/// The op with torch's own ops in the compute dtype; scaled(sum) drops and scales.
+/// The result with torch's own ops in the compute dtype. scaled(sum) must apply the mask and the
+/// scale.
 template <class Scaled>
 Tensor composite_with(const Call& call, const Scaled& scaled) {
   check_inputs(call);
@@ -192,7 +195,8 @@ variable_list gradients(const Incoming& in, const Tensor& state, double p, at::S
   if (!wanted[0] && !wanted[1]) return {Tensor(), Tensor(), grad};
   Tensor grad_x, grad_bias;
   if (in.needs_composite()) {
-    // The gradient times the mask as factors is differentiable again.
+    // Multiplies the gradient by the mask as factors, so that the product can be differentiated
+    // again.
     const Tensor wide = grad.to(compute_dtype(grad.scalar_type()));
     const Tensor ones = at::ones_like(wide, at::MemoryFormat::Contiguous);
     const Tensor passed =
@@ -206,7 +210,7 @@ variable_list gradients(const Incoming& in, const Tensor& state, double p, at::S
   return {grad_x, grad_bias, grad};
 }
 
-/// Connects `out` to its inputs; backward generates the mask of `state` again.
+/// Records `out` in the autograd graph. Backward generates the mask of `state` again.
 Tensor record_mask(const Call& call, const Tensor& out, const Tensor& state) {
   const at::ScalarType x_dtype = call.x->scalar_type();
   const at::ScalarType bias_dtype = call.bias ? call.bias->scalar_type() : x_dtype;
@@ -216,8 +220,8 @@ Tensor record_mask(const Call& call, const Tensor& out, const Tensor& state) {
                 });
 }
 
-/// The op with a state that was drawn before, or without a mask if there is no state. It draws no
-/// random numbers, so a graph may compute it twice: activation checkpointing does.
+/// The op with a state that was drawn before, or without a mask if no state is given. It draws no
+/// random numbers, so a graph may compute it twice, as activation checkpointing does.
 struct WithState {
   struct Arguments : Call {
     Borrowed<MaybeTensor> given_bias;
@@ -260,7 +264,7 @@ struct WithState {
     });
   }
 
-  /// The mask as factors 0 and 1 / (1 - p), which transforms can differentiate through.
+  /// The mask as factors 0 and 1 / (1 - p), which transforms can differentiate.
   static Tensor mask_factors(const Tensor& like, const MaybeTensor& state, double p) {
     const at::AutoDispatchBelowADInplaceOrView below;
     return torchkiln::call<WithState>(at::ones_like(like), std::nullopt, at::zeros_like(like),
@@ -274,8 +278,8 @@ struct WithState {
   }
 };
 
-/// The functions of dropout_add and bias_dropout_add. In a trace or under a mode such an op is two:
-/// State draws the random numbers, WithState computes.
+/// The functions of dropout_add and bias_dropout_add. In a trace or under a mode, such an op
+/// becomes two: State draws the random numbers, WithState computes the result.
 template <class Arguments>
 struct DropoutOp {
   static constexpr bool kRandom = true;

@@ -16,11 +16,11 @@ namespace torchkiln::dropout_ops {
 
 using at::Tensor;
 
-/// The kernels' parameters for a drop probability p < 1.
+/// The parameters of the kernels for a drop probability p < 1.
 inline Dropout dropout_of(double p) { return {RandomState{}, last_word(1 - p), 1 / (1 - p)}; }
 
-/// Takes a state from torch's generator for the device. Each output element has its own Philox
-/// subsequence, so a call advances the generator by 4 words.
+/// Takes a state from torch's generator of the device. Each output element has its own Philox
+/// subsequence, so a call advances the generator by only 4 words.
 inline RandomState next_state(const Tensor& where) {
 #ifdef TORCHKILN_WITH_CUDA
   if (where.is_cuda()) return torch_cuda().next_random(where.device());
@@ -35,9 +35,9 @@ inline RandomState next_state(const Tensor& where) {
   return state;
 }
 
-/// Draws {seed, offset}, from which every op that takes it generates the same mask. The state is on
-/// the device, because each replay of a CUDA graph draws its own. Traced graphs contain this op, so
-/// that they can save its result and compute the rest again.
+/// Draws {seed, offset}; all ops with the same state generate the same mask. The state is on the
+/// device, because each replay of a CUDA graph must draw its own. Traced graphs contain this op, so
+/// that they can save its result and compute the other op again.
 struct State {
   static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema = "torchkiln::_dropout_state(Tensor x) -> Tensor";
@@ -60,11 +60,12 @@ struct State {
     return state;
   }
 
-  /// Under vmap the state is not used: the op that takes it draws by vmap's rules.
+  /// Under vmap the state is unused: the op that takes it draws random numbers by vmap's rules.
   static Tensor composite(const Tensor& x) { return at::zeros({2}, x.options().dtype(at::kLong)); }
 };
 
-/// A tensor without memory may be the state of several shards, see torchkiln.distributed.
+/// Checks a state. A tensor without memory may have the states of several shards: see
+/// torchkiln.distributed.
 inline void check_state(const char* op, const Tensor& state) {
   const c10::SymInt numel = state.is_meta() ? state.sym_size(-1) : state.sym_numel();
   TORCH_CHECK(state.scalar_type() == at::kLong && state.is_contiguous() && numel == 2, "torchkiln.",

@@ -1,5 +1,5 @@
-// Gated norms by other kernels: swiglu for the gate, rms_norm for the norm. Intermediate results
-// have the compute dtype, so that the result is rounded once.
+// Gated norms composed of two other kernels: swiglu for the gate, rms_norm for the norm.
+// Intermediate results have the compute dtype, so that the result is rounded once.
 
 #include "detail/column_sum.h"
 #include "gated.h"

@@ -1,6 +1,6 @@
 // The op gated_rms_norm and its derivatives. Forward saves rstd of each group; backward reads x and
-// gate once more. kernel.cpp has the checks and kernels, composed.cpp the op from the kernels of
-// swiglu and rms_norm, for rows that no kernel holds.
+// gate once more. kernel.cpp has the checks and kernels. composed.cpp computes rows that are too
+// long for one kernel with those of swiglu and rms_norm.
 
 #include "gated_norm/gated_norm.h"
 
@@ -13,7 +13,7 @@ namespace {
 
 /// Settings of a call that backward needs besides the saved tensors.
 struct Settings {
-  int64_t dims;  // that are normalized
+  int64_t dims;  // number of normalized dimensions
   double eps;
   bool gate_first;
   int64_t groups;
@@ -43,7 +43,7 @@ Tensor composite_wide(const Tensor& x, const Tensor& gate, const Tensor& weight,
 }
 
 Tensor composite(const Call& call) {
-  outputs(call, /*wants_rstd=*/false);  // checks
+  outputs(call, /*wants_rstd=*/false);  // for its checks
   const at::ScalarType compute = compute_dtype(call.x->scalar_type());
   return composite_wide(call.x->to(compute), call.gate->to(compute),
                         tensor_or_undefined(call.weight), Settings(call))
@@ -78,7 +78,7 @@ struct Op {
   static constexpr std::array<size_t, 2> kPromotedBy{0, 1};
 
   struct Arguments : Call {
-    std::optional<double> given_eps;  // by default that of the compute dtype
+    std::optional<double> given_eps;  // default: the epsilon of the compute dtype
 
     void complete() { eps = given_eps.value_or(default_eps(x)); }
 

@@ -1,7 +1,7 @@
 #pragma once
 
-// Declarations shared by kernel.cpp (checks, kernels), composed.cpp (rows that no kernel takes) and
-// gated_norm.cpp (the op, derivatives).
+// Declarations for kernel.cpp (checks, kernels), composed.cpp (rows that are too long for one
+// kernel) and gated_norm.cpp (the op, derivatives).
 
 #include "torchkiln/torch/op.h"
 
@@ -33,7 +33,7 @@ Two outputs(const Call& call, bool wants_rstd);
 /// Computes the outputs.
 Two run(const Call& call, bool wants_rstd);
 
-/// The forward that also returns rstd: {y, rstd}.
+/// The forward op that also returns rstd: {y, rstd}.
 struct Forward {
   static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
@@ -43,8 +43,8 @@ struct Forward {
   static Two kernel(const Call& call) { return run(call, /*wants_rstd=*/true); }
 };
 
-/// The wanted gradients of x, gate and weight. The shape of rstd gives the number of normalized
-/// dimensions and of groups.
+/// Computes the wanted gradients of x, gate and weight. The shape of rstd determines the number of
+/// normalized dimensions and of groups.
 struct Backward {
   using Wanted = std::array<bool, 3>;
   struct Arguments {
@@ -66,11 +66,11 @@ struct Backward {
 };
 
 /// The op composed of the kernels of the gate and of the norm, in the compute dtype, for rows that
-/// its own kernels do not take. Returns {y, rstd}.
+/// its own kernels do not support. Returns {y, rstd}.
 Two composed_forward(const Call& call);
 
-/// The gradients of x, gate and weight for composed_forward(); the last is undefined without a
-/// weight.
+/// The gradients of x, gate and weight for composed_forward(); that of the weight is undefined
+/// without a weight.
 Three composed_backward(const Backward::Arguments& call);
 
 }  // namespace torchkiln::gated_norm_ops

@@ -52,7 +52,7 @@ void check_backward(const Backward::Arguments& call) {
                              "grad", grad);
 }
 
-/// The sizes of a call: [tokens, groups, columns].
+/// The sizes of x as [tokens, groups, columns].
 struct Sizes {
   int64_t tokens, groups, columns;
 

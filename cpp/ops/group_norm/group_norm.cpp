@@ -9,14 +9,14 @@
 namespace torchkiln::group_norm_ops {
 namespace {
 
-/// A vector of the channels with the rank of x, in the compute type.
+/// A vector over the channels in the compute dtype, reshaped to broadcast with x.
 Tensor beside(const Tensor& vector, const Tensor& x) {
   c10::SymDimVector shape(static_cast<size_t>(x.dim()), 1);
   shape[1] = vector.sym_size(0);
   return vector.to(x.scalar_type()).reshape_symint(shape);
 }
 
-/// The formula with torch's own ops; `wide` is x in the compute type.
+/// The op with torch's own ops; `wide` is x in the compute dtype.
 Tensor composite_wide(const Tensor& wide, int64_t num_groups, const Tensor& weight,
                       const Tensor& bias, double eps, Activation act) {
   const c10::SymInt groups = wide.sym_size(0) * num_groups;
@@ -71,7 +71,7 @@ struct Op {
   static Tensor meta(const Call& call) { return std::get<0>(outputs(call)); }
   static Tensor kernel(const Call& call) { return std::get<0>(run(call)); }
   static Tensor composite(const Call& call) {
-    outputs(call);  // checks
+    outputs(call);  // for its checks
     const at::ScalarType dtype = call.x->scalar_type();
     return composite_wide(call.x->to(compute_dtype(dtype)), call.num_groups,
                           tensor_or_undefined(call.weight), tensor_or_undefined(call.bias),

@@ -1,6 +1,6 @@
 #pragma once
 
-// Declarations shared by kernel.cpp (checks, kernels) and group_norm.cpp (the op, derivatives).
+// Declarations for kernel.cpp (checks, kernels) and group_norm.cpp (the op, derivatives).
 
 #include "detail/composite_activations.h"
 #include "torchkiln/kernels/group_norm.h"
@@ -31,7 +31,7 @@ Two outputs(const Call& call);
 /// Computes the outputs.
 Two run(const Call& call);
 
-/// The forward that also returns {y, statistics} for backward.
+/// The forward op whose results {y, statistics} backward needs.
 struct Forward {
   static constexpr const char* kSchema =
       "torchkiln::_group_norm_forward(Tensor x, int num_groups, Tensor? weight, Tensor? bias, "
@@ -40,7 +40,7 @@ struct Forward {
   static Two kernel(const Call& call) { return run(call); }
 };
 
-/// The wanted gradients of x, weight and bias.
+/// Computes the wanted gradients of x, weight and bias.
 struct Backward {
   using Wanted = std::array<bool, 3>;
   struct Arguments {

@@ -1,5 +1,5 @@
-// The kernels of group_norm: checks, outputs and launches. Layouts are those of batch norm.
-// group_norm.cpp has the op and its derivatives.
+// The kernels of group_norm: checks, outputs and launches. x may have the same layouts as in batch
+// norm. group_norm.cpp has the op and its derivatives.
 
 #include "batch_norm/operands.h"
 #include "group_norm/group_norm.h"
@@ -99,7 +99,7 @@ class Operands {
   Tensor bias_;
 };
 
-/// Groups that are enough work for a thread.
+/// Fewest groups per CPU thread.
 int64_t grain_of(const GroupLayout& layout) {
   return std::max<int64_t>(kElementwiseGrain / std::max<int64_t>(layout.count(), 1), 1);
 }

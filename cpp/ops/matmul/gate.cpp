@@ -1,5 +1,5 @@
-// A product and a gate in one kernel, on compute capability 9.0: forward and backward of the
-// hidden layer of gated_mlp. Returns nothing where separate kernels take less time.
+// A product and a gate in one kernel, on compute capability 9.0: forward and backward of the hidden
+// layer of gated_mlp. The functions return nothing if separate kernels take less time.
 
 #include "matmul/gate.h"
 
@@ -11,7 +11,7 @@ namespace {
 using at::Tensor;
 using Two = std::tuple<Tensor, Tensor>;
 
-/// Launches the kernel of a product and a gate if it gains; false if not.
+/// Launches the kernel of a product and a gate if that takes less time, and returns whether it did.
 template <class Product>
 bool run_with_gate(const Product& arguments, const Tensor& on) {
   bool done = false;
@@ -27,8 +27,9 @@ bool run_with_gate(const Product& arguments, const Tensor& on) {
   return done;
 }
 
-/// Whether plain tensors of half precision are on a GPU, with enough results [rows of x, columns]
-/// for a gain on any GPU. Called before anything is allocated.
+/// Whether the tensors are plain, in half precision on a GPU, and large enough for one kernel to
+/// take less time on some GPU. The result has [rows of x, columns] elements. Callers test this
+/// before they allocate anything.
 template <class... Others>
 bool may_gain(const Tensor& x, const Tensor& weight, int dim, const Others&... others) {
   constexpr int64_t kLeastResults = int64_t{1} << 22;

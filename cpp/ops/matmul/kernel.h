@@ -1,6 +1,6 @@
 #pragma once
 
-// Fills the argument struct of the matrix product kernels and launches one, if it is the fastest.
+// Fills the arguments of the matrix product kernels, and launches one of them if it is the fastest.
 
 #include <ATen/ATen.h>
 
@@ -11,7 +11,8 @@
 
 namespace torchkiln {
 
-/// A tensor as a matrix of its rows. Uses reshape: torch's gradcheck cannot vmap flatten().
+/// A tensor as a matrix of its rows. Uses reshape(), because torch's gradcheck cannot vmap
+/// flatten().
 inline at::Tensor as_matrix(const at::Tensor& tensor) {
   if (tensor.dim() == 2) return tensor;
   if (tensor.dim() == 1) return tensor.unsqueeze(0);
@@ -36,7 +37,7 @@ inline Matmul describe_linear(const at::Tensor& a, const at::Tensor& b, const at
   return arguments;
 }
 
-/// Launches the kernel that choose() selects; false if it selects torch's product.
+/// Launches the kernel that choose() selects. Returns false if it selects torch's product.
 inline bool run_own_kernel(const char* op, const Matmul& arguments, const at::Tensor& out) {
   if (!out.is_cuda()) return false;
   bool done = false;

@@ -1,6 +1,6 @@
 // The op linear and its derivatives: a product with scale, bias, activation and residual in its
-// epilogue, by a kernel of ours where it is faster (kernel.h), else by torch's product. mlp.cpp has
-// two layers around an activation or a gate, matmul.cpp the product alone.
+// epilogue, computed by our own kernel if that is faster (kernel.h), else by torch's product.
+// mlp.cpp has two layers around an activation or a gate, matmul.cpp the product alone.
 
 #include "matmul/linear.h"
 
@@ -28,9 +28,9 @@ Saved kept_by_linear(Activation act, bool has_residual) {
   return saved == Saved::sign && !has_residual ? Saved::output : Saved::input;
 }
 
-/// Whether the product is saved without the bias. On the CPU torch's matrix product is rounded to
-/// half precision, and the sum with a float32 bias would be rounded again. Our CUDA kernels round
-/// once, after the bias. If a sign is saved, it is that of the sum.
+/// Whether the saved preactivation excludes the bias. On the CPU torch rounds a product to half
+/// precision, and its sum with a float32 bias would be rounded again. Our CUDA kernels round once,
+/// after adding the bias. A saved sign is always that of the sum.
 bool keeps_product(const Tensor& x, const MaybeTensor& bias, Activation act) {
   return x.is_cpu() && bias && bias->scalar_type() != x.scalar_type() &&
          saved_by(act) != Saved::sign;
@@ -85,8 +85,8 @@ void run_preactivation(const Tensor& x, const Tensor& weight, const MaybeTensor&
   }
 }
 
-/// The op with torch's matrix product, for an x of rows. `preactivation` is defined if it is saved.
-/// The relu that cuBLASLt fuses is not used: it turns NaN into 0.
+/// The op with torch's matrix product, for an x of rows. Writes `preactivation` if it is defined.
+/// Does not use cuBLASLt's fused relu, which turns NaN into 0.
 void run_library(const Call& call, const Tensor& out, const Tensor& preactivation) {
   const Tensor &x = call.x, &weight = call.weight;
   if (keeps_product(x, call.bias, call.act)) {
@@ -160,8 +160,8 @@ Two Forward::kernel(const Call& call) {
 
 namespace {
 
-/// The gradient of the preactivation and, if the same pass computes it, of the bias. `missing` is a
-/// bias that `kept` does not include.
+/// The gradient of the preactivation and, if the same pass computes it, of the bias. `missing`: a
+/// bias that `kept` does not include yet.
 Two pass_activation(const Incoming& in, const Tensor& kept, const MaybeTensor& missing,
                     Activation act, const std::optional<at::ScalarType>& bias_dtype,
                     bool wants_bias) {
@@ -178,7 +178,7 @@ Two pass_activation(const Incoming& in, const Tensor& kept, const MaybeTensor& m
 struct Op {
   static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
-      // No `*`: DTensor distributes positional tensors alone, and the residual is one.
+      // The residual may be positional, without `*`: DTensor distributes only positional tensors.
       "torchkiln::linear(Tensor x, Tensor weight, Tensor? bias=None, str act='none', "
       "float scale=1.0, Tensor? residual=None) -> Tensor";
 

@@ -16,8 +16,8 @@ struct Call {
   TORCHKILN_FIELDS(self.x, self.weight, self.bias, self.act, self.scale, self.residual);
 };
 
-/// Returns the output and the preactivation, which is empty if the derivative of the activation
-/// needs another tensor, or none. On the CPU it does not include a bias of another dtype than x.
+/// Returns the output and the preactivation. The preactivation is empty if the derivative of the
+/// activation does not need it. On the CPU it excludes a bias whose dtype is not that of x.
 struct Forward {
   static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =

@@ -1,6 +1,7 @@
-// matmul, by torch's products, which are as fast as our kernels without an epilogue. On a CPU with
-// AMX, some factors are padded first (detail/whole_tiles.h). A gradient that is summed over a batch
-// is one product with a longer inner sum. linear.cpp has the layer with an activation.
+// matmul, computed by torch's products, which are as fast as our kernels without an epilogue. On a
+// CPU with AMX, some factors are padded first (detail/whole_tiles.h). A gradient that is summed
+// over a batch is computed as one product with a longer inner sum. linear.cpp has the layer with an
+// activation.
 
 #include <ATen/ExpandUtils.h>
 
@@ -20,7 +21,7 @@ using c10::SymIntArrayRef;
 
 constexpr const char* kName = "matmul";
 
-/// Arguments as matrices: a vector on the left is a row, a vector on the right a column.
+/// An argument as a matrix: a vector on the left becomes a row, a vector on the right a column.
 Tensor as_rows(const Tensor& a) { return a.dim() == 1 ? a.unsqueeze(0) : a; }
 Tensor as_columns(const Tensor& b) { return b.dim() == 1 ? b.unsqueeze(1) : b; }
 
@@ -41,7 +42,7 @@ void check_batches(const Tensor& a, const Tensor& b) {
   }
 }
 
-/// Checks the arguments. Returns the sizes of the output, as matrices also for vector arguments.
+/// Checks the arguments. Returns the sizes of the output as matrices, even for vector arguments.
 c10::SymDimVector checked_sizes(const Tensor& a, const Tensor& b) {
   check_tensors(kName, {{"a", a}, {"b", b}});
   check_dtype(kName, "a", a);
@@ -62,7 +63,7 @@ c10::SymDimVector checked_sizes(const Tensor& a, const Tensor& b) {
   return sizes;
 }
 
-/// Removes the dimensions that vector arguments were given.
+/// Removes the dimensions that were added to vector arguments.
 Tensor without_added(const Tensor& out, const Tensor& a, const Tensor& b) {
   c10::SymDimVector sizes(batch_of(out));
   if (a.dim() > 1) sizes.push_back(out.sym_size(-2));
@@ -70,7 +71,7 @@ Tensor without_added(const Tensor& out, const Tensor& a, const Tensor& b) {
   return out.view_symint(sizes);
 }
 
-/// A tensor as [batch, rows, columns]; a matrix shared by the batch keeps batch size 1.
+/// A tensor as [batch, rows, columns]. If the batch shares one matrix, its batch size is 1.
 Tensor as_batch(const Tensor& matrices, at::IntArrayRef batch) {
   const int64_t rows = matrices.size(-2);
   const int64_t columns = matrices.size(-1);
@@ -82,7 +83,7 @@ Tensor as_batch(const Tensor& matrices, at::IntArrayRef batch) {
   return matrices.expand(sizes).reshape({c10::multiply_integers(batch), rows, columns});
 }
 
-/// The matrices of a batch, expanded to the broadcast batch, as one matrix of all their rows.
+/// The matrices, expanded to the broadcast batch, as one matrix with the rows of all of them.
 Tensor flat_rows(const Tensor& matrices, SymIntArrayRef batch) {
   c10::SymDimVector sizes(batch);
   sizes.push_back(matrices.sym_size(-2));
@@ -93,8 +94,8 @@ Tensor flat_rows(const Tensor& matrices, SymIntArrayRef batch) {
 // Gradients of a matrix product for arguments of the given sizes. If the batch shared one matrix,
 // the sum over the batch becomes part of the product's inner sum, which is rounded once.
 //
-// The gradient of a float32 matrix whose columns are contiguous has contiguous columns, as torch's
-// has: its product then is as fast as that of forward. Half precision is faster in rows, but for
+// A float32 matrix with contiguous columns gets a gradient with contiguous columns, as in torch,
+// whose product is as fast as that of forward. In half precision, rows are faster unless there are
 // few columns.
 
 bool has_gradient_in_columns(const Tensor& matrix) {
@@ -134,7 +135,8 @@ struct Op {
     return without_added(empty_of(checked_sizes(a, b), a), a, b);
   }
 
-  /// Uses torch's product, which is as fast: our kernels win only with linear()'s fused epilogue.
+  /// Computes torch's product, which is as fast as our kernels: these are faster only with a fused
+  /// epilogue, in linear().
   static Tensor kernel(const Tensor& a, const Tensor& b) {
     const c10::SymDimVector sizes = checked_sizes(a, b);
     if (a.dim() == 2 && b.dim() == 2) {
@@ -146,7 +148,7 @@ struct Op {
       const Tensor rows = as_rows(a);
       const Tensor columns = as_columns(b);
       if (columns.dim() == 2) {
-        Tensor flat = out.flatten(0, -2);  // one product of many rows
+        Tensor flat = out.flatten(0, -2);  // one product with the rows of all matrices
         const auto [left, right] = in_whole_tiles(rows.flatten(0, -2), columns);
         at::mm_out(flat, left, right);
       } else {
@@ -167,7 +169,7 @@ struct Op {
   /// The gradients are matmul() calls, which are recorded under create_graph=True.
   static Tensor recorded(const Below& below, const Tensor& a, const Tensor& b) {
     const c10::SymDimVector of_a(a.sym_sizes()), of_b(b.sym_sizes());
-    // The gradient of a needs b, and the reverse.
+    // The gradient of a needs only b, and the gradient of b only a.
     return record(
         kName, {a, b}, below.call<Op>(a, b),
         keep(b.requires_grad() ? a : Tensor(), a.requires_grad() ? b : Tensor()),

@@ -1,5 +1,5 @@
-// Two linear layers around an activation or a gate, as one op of autograd: it keeps one tensor of
-// the hidden size, or none, where a chain of ops keeps all that it computes.
+// Two linear layers around an activation or a gate, as one op of autograd. It saves one tensor of
+// the hidden size, or none, whereas a chain of ops saves every intermediate result.
 
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -40,19 +40,19 @@ namespace {
 using at::Tensor;
 using Two = std::tuple<Tensor, Tensor>;
 
-/// Results of the backward of an activation or a gate.
+/// The results of the backward of an activation or a gate.
 struct Passed {
-  Tensor grad;    // of the argument
+  Tensor grad;    // gradient of the argument
   Tensor bias;    // the sum of grad over the rows, if the same pass computes it
-  Tensor output;  // of the activation, if wanted
+  Tensor output;  // output of the activation, if wanted
 };
 
-/// Results that the backward of a hidden layer has to compute.
+/// The results that the backward of a hidden layer has to compute.
 struct Wanted {
   bool bias;
   bool output;
   bool overwrites;  // the results may overwrite the arguments
-  bool is_plain;    // nothing records or transforms the call, so that it need not be an op
+  bool is_plain;    // nothing records or transforms the call, which need not be an op
 };
 
 // Gradients of a linear layer from the gradient of its output, as rows.
@@ -76,11 +76,11 @@ struct Plain {
   static constexpr const char* kHidden = "the first size of up_weight";
   static constexpr int64_t kHalves = 1;
 
-  /// Whether the derivative needs the argument of the activation; else the output is enough.
+  /// Whether the derivative needs the argument of the activation. If not, the output is enough.
   static bool needs_input(Act act) {
     return saved_by(act) == Saved::input || saved_by(act) == Saved::output;
   }
-  /// The output, and the tensor that its derivative needs.
+  /// Returns the output, and the tensor that its derivative needs.
   static Two recorded(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, Act act) {
     auto [out, kept] = call_below<linear_ops::Forward>(x, weight, bias, act, 1.0, MaybeTensor());
     return {out, needs_input(act) ? kept : out};
@@ -102,7 +102,7 @@ struct Plain {
                          const Wanted& wanted) {
     const Tensor grad = input_gradient(rows, down);
     Passed found;
-    constexpr int64_t kMany = 1 << 18;  // elements that take longer to read than a launch
+    constexpr int64_t kMany = 1 << 18;  // reading more takes longer than a launch
     if (wanted.output && wanted.is_plain && !wanted.bias && needs_input(act) && grad.is_cuda() &&
         grad.numel() >= kMany) {
       found.grad = empty_in_layout_of(kept);
@@ -225,7 +225,8 @@ c10::SymDimVector checked_sizes(const Call<typename Kind::Act>& call) {
   return sizes;
 }
 
-/// Whether only this node holds the tensors that it saved, and the graph is not used again.
+/// Whether this node is the only owner of the tensors that it saved, and backward does not run
+/// again.
 bool is_last_use(bool was_hooked) {
   return !was_hooked && !torch::autograd::get_current_graph_task_keep_graph();
 }
@@ -262,7 +263,7 @@ struct Op : Schema<Kind> {
                              call.down_bias);
   }
 
-  /// The op with torch's own ops; `product` is the dtype of the products.
+  /// The op with torch's own ops; `product` is the dtype of the matrix products.
   static Tensor composite_in(at::ScalarType product, const Arguments& call) {
     checked_sizes<Kind>(call);
     const auto layer = [&](const Tensor& x, const Tensor& weight, const MaybeTensor& bias) {

@@ -1,7 +1,7 @@
 #pragma once
 
-// Copies of matrices of half precision whose rows are multiples of 16 bytes. Products of other
-// matrices have slow kernels in cuBLAS: on an H100 they took 2.6 to 7.5 times as long.
+// Copies of half-precision matrices whose rows are multiples of 16 bytes. Without such rows cuBLAS
+// uses slow kernels: on an H100 they took 2.6 to 7.5 times as long.
 
 #include <ATen/ATen.h>
 
@@ -14,24 +14,24 @@ namespace torchkiln {
 
 inline constexpr int64_t kRowBytes = 16;
 
-/// Whether the elements of a column, not those of a row, are adjacent in memory.
+/// Whether the elements of a column are adjacent in memory, and those of a row are not.
 inline bool is_transposed(const at::Tensor& matrix) {
   return matrix.stride(0) == 1 && matrix.stride(1) != 1;
 }
 
-/// The largest power of two, at most 16, that divides the length of the rows in bytes and the
-/// addresses of all rows; the rows of a transposed matrix are its columns.
+/// The alignment of all rows, in bytes: the largest power of two, at most 16, that divides their
+/// length and addresses. The rows of a transposed matrix are its columns.
 inline int64_t row_alignment(const at::Tensor& matrix) {
   if (is_transposed(matrix)) return row_alignment(matrix.t());
   const auto element = static_cast<int64_t>(matrix.element_size());
   int64_t all = kRowBytes | matrix.size(1) * element;
-  if (matrix.stride(1) == 1)  // else torch copies it
+  if (matrix.stride(1) == 1)  // else torch copies the matrix
     all |= reinterpret_cast<intptr_t>(matrix.const_data_ptr()) | matrix.stride(0) * element;
   return all & -all;
 }
 
-/// Copies a matrix to one with the same number of rows; additional columns become 0. Torch's copy
-/// of rows that are not aligned reaches half of the bandwidth.
+/// Copies a matrix to another one with the same number of rows; additional columns become 0.
+/// Torch's copy of unaligned rows reaches only half of the bandwidth.
 inline void copy_rows(const char* op, const at::Tensor& from, const at::Tensor& to) {
   const int64_t columns = from.size(1), added = to.size(1) - columns;
   if (from.is_cuda() && from.element_size() == 2 && from.stride(1) == 1 && to.stride(1) == 1) {
@@ -46,8 +46,8 @@ inline void copy_rows(const char* op, const at::Tensor& from, const at::Tensor& 
   to.narrow(1, 0, columns).copy_(from);
 }
 
-/// The matrix, or a copy with aligned rows and zeros in added rows and columns. A transposed matrix
-/// stays transposed.
+/// The matrix itself, or a copy with aligned rows and with zeros in added rows and columns. The
+/// copy of a transposed matrix is transposed.
 inline at::Tensor padded(const char* op, const at::Tensor& matrix, int64_t rows, int64_t columns) {
   const int64_t own_rows = matrix.size(0);
   const bool is_larger = rows > own_rows || columns > matrix.size(1);
@@ -59,8 +59,8 @@ inline at::Tensor padded(const char* op, const at::Tensor& matrix, int64_t rows,
   return copy;
 }
 
-/// The sizes [m, n, k] of a product a b^T with a row-major result, in multiples of 16 bytes where
-/// elements that are adjacent in memory lie along them.
+/// The sizes [m, n, k] of a product a b^T with a row-major result. A size is rounded up to a
+/// multiple of 16 bytes if adjacent elements of a matrix lie along it.
 struct PaddedSizes {
   int64_t m;
   int64_t n;
@@ -75,7 +75,7 @@ struct PaddedSizes {
   }
 };
 
-/// Whether a product a b^T of padded copies takes less time, the copies included. Rates were
+/// Whether a product a b^T of padded copies takes less time, including the copies. The rates were
 /// measured on an H100 with 50257, 30522 and 32001 columns, and are used for all GPUs.
 inline bool gains_from_padding(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out) {
   constexpr double kOddRate = 100e12, kEvenRate = 250e12, kAlignedRate = 650e12;  // FLOP/s

@@ -1,6 +1,6 @@
 // The kernels of layer_norm, rms_norm and their sums with a residual: checks, outputs, launches. A
 // row is normalized in one pass; backward computes the gradients of weight and bias in a second
-// step (launch_split). norm.cpp has the ops, written.cpp their forms that write into given tensors.
+// step (launch_split). norm.cpp has the ops, written.cpp their forms that write to given tensors.
 
 #include "detail/rows_view.h"
 #include "norm/norm.h"
@@ -19,7 +19,7 @@ void check_parameter(const Call& call, const char* name, const MaybeTensor& para
                              call.residual_is_wider() ? "residual" : "x", call.wider());
 }
 
-/// The address of rstd, the last row of the statistics.
+/// The address of rstd, which is the last row of `stats`.
 void* rstd_of(const Tensor& stats, int64_t rows) {
   const auto bytes = (stats.size(0) - 1) * rows * static_cast<int64_t>(stats.itemsize());
   return static_cast<char*>(stats.data_ptr()) + bytes;
@@ -95,7 +95,7 @@ Three run_into(const Call& call, Three to, const Two& quantized) {
   arguments.weight_dtype = dtype_of(parameter);
   arguments.centered = call.centered;
   arguments.eps = call.eps;
-  arguments.weight_offset = call.offset == 0 ? -0.0 : call.offset;  // adds nothing to -0, either
+  arguments.weight_offset = call.offset == 0 ? -0.0 : call.offset;  // keeps a weight of -0
   arguments.rounds_normalized = call.round == NormRounding::input;
   arguments.rows = rows;
   arguments.columns = columns;

@@ -30,8 +30,8 @@ Tensor composite_norm(const Tensor& z, int64_t dims, const Tensor& weight, const
   return y;
 }
 
-/// Saves z (x or the sum), the statistics of each row and the weight. No gradient depends on the
-/// values of the bias.
+/// Saves z (x or the sum), the statistics of each row and the weight. The bias is not saved: no
+/// gradient depends on its values.
 Two record_norm(const Call& call, const Tensor& y, const Tensor& sum, const Tensor& stats) {
   const Tensor weight = tensor_or_undefined(call.weight);
   const Tensor bias = tensor_or_undefined(call.bias);
@@ -39,7 +39,8 @@ Two record_norm(const Call& call, const Tensor& y, const Tensor& sum, const Tens
   const at::ScalarType weight_dtype = weight.defined() ? weight.scalar_type()
                                       : bias.defined() ? bias.scalar_type()
                                                        : call.wider().scalar_type();
-  // Returns the gradients of z, weight and bias. The gradient of z includes that of the sum.
+  // Returns the gradients of z, weight and bias. The gradient of z includes the incoming gradient
+  // of the sum.
   const auto gradients = [=, dims = static_cast<int64_t>(call.shape.size()), eps = call.eps,
                           offset = call.offset, centered = call.centered](
                              const Incoming& in, const Tensor& grad_sum, const Kept<3>& kept,
@@ -75,7 +76,7 @@ Two record_norm(const Call& call, const Tensor& y, const Tensor& sum, const Tens
   return record(call.op(), {*call.x, *call.residual, weight, bias}, Two{y, sum},
                 keep(sum, stats, weight), [=](const Incoming& in, const Kept<3>& kept) {
                   // x and residual have the same gradient, which autograd casts to the dtype of
-                  // each. If y was not used, it is the gradient of the sum.
+                  // each. If y was not used, it is the incoming gradient of the sum.
                   if (!in[0].defined()) return variable_list{in[1], in[1], Tensor(), Tensor()};
                   const variable_list found = gradients(
                       in, in[1], kept, {in.wants(0) || in.wants(1), in.wants(2), in.wants(3)});
@@ -86,7 +87,7 @@ Two record_norm(const Call& call, const Tensor& y, const Tensor& sum, const Tens
 namespace {
 
 Two composite(const Call& call) {
-  outputs(call, /*wants_stats=*/false);  // checks
+  outputs(call, /*wants_stats=*/false);  // for its checks
   const at::ScalarType dtype = call.wider().scalar_type();
   const Tensor sum = call.residual ? *call.x + *call.residual : Tensor();
   const Tensor z = (call.residual ? sum : *call.x).to(compute_dtype(dtype));
@@ -107,7 +108,7 @@ Two recorded(const Below& below, const Call& call) {
   return record_norm(call, y, Tensor(), stats);
 }
 
-/// An op without a residual.
+/// The functions of an op without a residual.
 template <class Kind>
 struct NormOp {
   struct Arguments : Kind {
@@ -128,7 +129,7 @@ struct NormOp {
   }
 };
 
-/// An op with a residual, which also returns the sum.
+/// The functions of an op with a residual, which also returns the sum.
 template <class Kind>
 struct AddNormOp {
   static constexpr std::array<size_t, 2> kPromotedBy{0, 1};

@@ -1,7 +1,7 @@
 #pragma once
 
-// Declarations shared by kernel.cpp (checks, kernels), norm.cpp (the four ops, derivatives),
-// quantized.cpp (their forms with a result in E4M3) and written.cpp (the forms that write into
+// Declarations for kernel.cpp (checks, kernels), norm.cpp (the four ops, derivatives),
+// quantized.cpp (their forms with a result in E4M3) and written.cpp (their forms that write to
 // given tensors).
 
 #include "detail/normalized_shape.h"
@@ -9,11 +9,11 @@
 
 namespace torchkiln {
 
-/// When a norm is rounded: once, after weight and bias, or also before the weight, to the dtype of
+/// The roundings of a norm: once, after weight and bias, or also before the weight, to the dtype of
 /// its input.
 enum class NormRounding { once, input };
 
-/// A rounding is a string in schemas.
+/// A rounding is a string in the schemas of ops.
 template <>
 struct InSchema<NormRounding> {
   using Type = c10::string_view;
@@ -48,8 +48,8 @@ struct Call {
   bool in_place = false;
   bool quantized = false;  // y is written in E4M3
 
-  /// Whether the residual is float32 and x half precision. The kernels add the narrower of the two
-  /// to the wider one; the results have the wider dtype.
+  /// Whether the residual is float32 and x half precision. In general the kernels add the narrower
+  /// of the two tensors to the wider one, and the results have the wider dtype.
   bool residual_is_wider() const {
     return residual && is_mixed(x->scalar_type(), residual->scalar_type()) &&
            residual->scalar_type() == at::kFloat;
@@ -77,30 +77,30 @@ Three outputs(const Call& call, bool wants_stats);
 
 /// Computes the outputs.
 Three run(const Call& call, bool wants_stats);
-/// Computes the outputs into contiguous tensors `to`; y may be x, and the sum the residual. A
-/// quantised y is written to `quantized`: data and scale.
+/// Computes the outputs into the contiguous tensors `to`. y may be x, and the sum may be the
+/// residual. A quantised y is written to `quantized`: data and scale.
 Three run_into(const Call& call, Three to, const Two& quantized = {});
 
-/// Records y, or the tensor that stands for a quantised one, and x + residual, undefined without a
-/// residual. `stats` are those of outputs().
+/// Records y (or, if y is quantised, the tensor that stands for it) and x + residual (undefined
+/// without a residual). `stats`: the statistics from outputs().
 Two record_norm(const Call& call, const Tensor& y, const Tensor& sum, const Tensor& stats);
 
 /// (z - mean) * rstd * (weight + offset) + bias over the last `dims` dimensions, with torch's own
-/// ops, in the dtype of `z`. (z - mean) * rstd is rounded to `rounded`; the derivatives are those
-/// without this rounding.
+/// ops, in the dtype of `z`. (z - mean) * rstd is rounded to `rounded`; the derivatives ignore this
+/// rounding.
 Tensor composite_norm(const Tensor& z, int64_t dims, const Tensor& weight, const Tensor& bias,
                       double eps, double offset, bool centered, at::ScalarType rounded);
 
-/// The arguments of a layer norm after x and a residual.
+/// The arguments of a layer norm that follow x and a residual.
 struct LayerNormCall : Call {
   void complete() { centered = true; }
 
   TORCHKILN_FIELDS(self.shape, self.weight, self.bias, self.eps, self.offset, self.round);
 };
 
-/// The arguments of an RMS norm after x and a residual.
+/// The arguments of an RMS norm that follow x and a residual.
 struct RmsNormCall : Call {
-  std::optional<double> given_eps;  // by default that of the compute dtype
+  std::optional<double> given_eps;  // default: the epsilon of the compute dtype
 
   void complete() {
     centered = false;
@@ -110,7 +110,7 @@ struct RmsNormCall : Call {
   TORCHKILN_FIELDS(self.shape, self.weight, self.given_eps, self.offset, self.round);
 };
 
-/// The forward that also returns the statistics: {y, stats}.
+/// The forward op that also returns the statistics: {y, stats}.
 struct Forward {
   struct Arguments : Call {
     TORCHKILN_FIELDS(self.x, self.shape, self.weight, self.bias, self.eps, self.offset, self.round,
@@ -124,7 +124,7 @@ struct Forward {
   static Two kernel(const Arguments& call);
 };
 
-/// The forward of x + residual: {y, sum, stats}.
+/// The forward op of x + residual: {y, sum, stats}.
 struct AddForward {
   struct Arguments : Call {
     TORCHKILN_FIELDS(self.x, self.residual, self.shape, self.weight, self.bias, self.eps,
@@ -139,8 +139,8 @@ struct AddForward {
   static Three kernel(const Arguments& call) { return run(call, /*wants_stats=*/true); }
 };
 
-/// The wanted gradients of z, weight and bias, where z is x or x + residual. The rank of `stats`
-/// gives the number of normalized dimensions.
+/// Computes the wanted gradients of z, weight and bias, where z is x or x + residual. The rank of
+/// `stats` determines the number of normalized dimensions.
 struct Backward {
   using Wanted = std::array<bool, 3>;
   struct Arguments {

@@ -1,6 +1,6 @@
-// Norms whose result is written in E4M3, in the same pass: the bits of quantize() of the norm in
-// its own dtype. Autograd gives the gradient of that result to a tensor that stands for it, and
-// backward is the norm's own: the rounding to E4M3 is ignored.
+// Norms whose result is written in E4M3 in the same pass, with the same bits as quantize() of the
+// norm in its own dtype. Another tensor stands for the result in autograd and receives its
+// gradient. Backward is that of the norm: the rounding to E4M3 is ignored.
 
 #include "norm/norm.h"
 #include "quantize/quantize.h"
@@ -11,8 +11,8 @@ namespace {
 using quantize_ops::Four;
 using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-/// Uninitialised outputs: data and scale; the tensor that stands for y; x + residual, and the
-/// statistics of each row, as those of outputs().
+/// Uninitialised outputs: data and scale; the tensor that stands for y; and the results of
+/// outputs(): x + residual, and the statistics of each row.
 Five quantized_outputs(const Call& call, bool wants_stats) {
   auto [y, sum, stats] = outputs(call, wants_stats);
   const Tensor& like = call.wider();
@@ -28,13 +28,13 @@ Five run_quantized(const Call& call, bool wants_stats) {
   return out;
 }
 
-/// The outputs with these numbers.
+/// The outputs with the indices I.
 template <size_t... I>
 auto some_of(const Five& out) {
   return std::tuple{std::get<I>(out)...};
 }
 
-/// The arguments of a form of an op that quantises.
+/// The arguments of an op that quantises.
 template <class Arguments_>
 struct Quantizing : Arguments_ {
   void complete() {
@@ -43,7 +43,7 @@ struct Quantizing : Arguments_ {
   }
 };
 
-/// The forward that also returns the statistics: {data, scale, source, stats}.
+/// The forward op that also returns the statistics: {data, scale, source, stats}.
 struct QuantizedForward {
   using Arguments = Quantizing<Forward::Arguments>;
   static constexpr bool kFlexibleLayout = true;
@@ -59,7 +59,7 @@ struct QuantizedForward {
   }
 };
 
-/// The forward of x + residual: {data, scale, source, sum, stats}.
+/// The forward op of x + residual: {data, scale, source, sum, stats}.
 struct QuantizedAddForward {
   using Arguments = Quantizing<AddForward::Arguments>;
   static constexpr bool kFlexibleLayout = true;

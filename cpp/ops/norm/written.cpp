@@ -1,5 +1,5 @@
-// Norms that write into tensors of the caller, for inference: no gradients. kernel.cpp has the
-// launch; the ops of norm.cpp have the same arguments but for `out`.
+// Norms that write to tensors of the caller, for inference: no gradients. kernel.cpp has the
+// launch. Except for `out`, the arguments are those of the ops in norm.cpp.
 
 #include "torchkiln/torch/written.h"
 #include "norm/norm.h"
@@ -7,7 +7,7 @@
 namespace torchkiln::norm_ops {
 namespace {
 
-/// The norm of x, into `out`.
+/// Writes the norm of x to `out`.
 template <class Kind>
 struct NormOut {
   struct Arguments : Kind {
@@ -32,7 +32,7 @@ struct NormOut {
   }
 };
 
-/// x becomes the norm of x + residual, and residual the sum.
+/// Overwrites x by the norm of x + residual, and residual by this sum.
 template <class Kind>
 struct AddNormInPlace {
   struct Arguments : Kind {

@@ -1,6 +1,6 @@
-// Gates with a result in E4M3: the bits of QuantizeOp of the gate, and of BothOp of its gradient,
-// which are rounded to the dtype of the gate before. On a GPU neither is written in floating point,
-// unless rows are not whole vectors.
+// Gates with a result in E4M3, with the same bits as QuantizeOp of the gate, and as BothOp of the
+// gate's gradient. Both are first rounded to the dtype of the gate. On a GPU neither is written in
+// floating point, unless rows are not whole vectors.
 
 #include "detail/rows_view.h"
 #include "quantize/quantize.h"
@@ -15,8 +15,8 @@ const char* name_of_gate(Gate act) {
   return act.act == kActivation<Silu> ? "swiglu_fp8" : "geglu_fp8";
 }
 
-/// Whether the kernel has filled in the outputs, which are undefined if not wanted. It reads gate
-/// and up, of one dtype, as rows.
+/// Runs the kernel if it supports the tensors, and returns whether it did. Outputs are undefined if
+/// not wanted. Gate and up, of one dtype, are read as rows.
 bool has_run(const char* op, const Tensor& grad, const Tensor& gate, const MaybeTensor& up,
              Gate act, const Two& rows, const Two& transposed) {
 #ifdef TORCHKILN_WITH_CUDA
@@ -58,7 +58,7 @@ bool has_run(const char* op, const Tensor& grad, const Tensor& gate, const Maybe
 #endif
 }
 
-/// A tensor without memory that has the shape and dtype of the gate.
+/// Checks gate and up. Returns a tensor without memory of its own that stands for the result.
 Tensor checked_stand_in(const char* op, const Tensor& gate, const MaybeTensor& up) {
   const auto [shape, options] = gated_ops::checked_result(op, gate, up);
   return stand_in(shape, options);

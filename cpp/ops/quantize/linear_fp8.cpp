@@ -1,7 +1,8 @@
 // linear_fp8 and gated_linear_fp8: a product of E4M3 tensors with three quantisations around it.
 // The gradients are those of the quantised product with respect to its dequantised operands, passed
-// straight through the rounding. Backward keeps x in E4M3: transposed, in squares, if forward
-// quantises x, so that x is read once; else as given, and backward transposes it.
+// straight through the rounding. For backward x is saved in E4M3. If forward quantises x, it saves
+// the transposed matrix with scales of squares, so that x is read once. Else it saves x as given,
+// and backward transposes it.
 
 #include "quantize/quantize.h"
 #include "torchkiln/torch/empty.h"
@@ -20,7 +21,7 @@ struct Call {
                    self.weight_scale, self.weight_transposed, self.weight_transposed_scale);
 };
 
-/// The dtype of the result and of the gradient of x: x may be E4M3.
+/// The dtype of the result and of the gradient of x. x itself may be E4M3.
 at::ScalarType result_dtype(const Call& call) {
   const MaybeTensor& source = call.source;
   if (source) return source->scalar_type();
@@ -91,19 +92,19 @@ c10::SymDimVector checked_shape(const Call& call) {
   return shape;
 }
 
-/// The weight in E4M3: as given, or quantised.
+/// The weight in E4M3: the given one, or the weight quantised.
 Four weight_of(const Call& call) {
   if (!call.weight_data) return call_below<WeightOp>(*call.weight);
   return {*call.weight_data, *call.weight_scale, *call.weight_transposed,
           *call.weight_transposed_scale};
 }
 
-/// The tensor that gets the gradient of x.
+/// The tensor that receives the gradient of x.
 Tensor receiver_of(const Call& call) {
   return call.scale ? tensor_or_undefined(call.source) : *call.x;
 }
 
-/// The factors in E4M3: x, the weight, and x as it is kept for backward.
+/// The factors in E4M3: x, the weight, and the form of x that is saved for backward.
 struct Factors {
   Two x, kept_x;
   Four weight;
@@ -136,8 +137,8 @@ struct Rule {
   bool is_quantized;  // x is kept as it was given
   at::ScalarType dtype, weight_dtype;
 
-  /// `kept`: of Factors. rows() returns the gradient of the product in E4M3, both() also its
-  /// transposed matrix.
+  /// `kept`: see Factors::kept(). rows() returns the gradient of the product in E4M3, both() also
+  /// its transposed matrix.
   template <class Rows, class Both>
   variable_list gradients(const Incoming& in, const Kept<4>& kept, const Rows& rows,
                           const Both& both) const {
@@ -172,7 +173,7 @@ void refuse_second_derivative(const char* op, const Incoming& in) {
       "derivative; use torchkiln.linear");
 }
 
-/// A gradient summed over its rows.
+/// The sum of a gradient over its rows.
 Tensor summed(const Tensor& grad, at::ScalarType dtype) {
   if (grad.dim() == 1) return grad.to(dtype);
   c10::SmallVector<int64_t, 4> over;
@@ -180,8 +181,8 @@ Tensor summed(const Tensor& grad, at::ScalarType dtype) {
   return torchkiln::sum(grad, at::IntArrayRef(over), false, dtype);
 }
 
-/// Calls the op with x in the autocast dtype, as torch does. The weight keeps the precision of its
-/// scales.
+/// Calls the op with x in the autocast dtype, as torch does. The weight is not cast, so its scales
+/// keep their precision.
 template <class Op, class Arguments>
 auto call_with_cast(const Autocast& cast, const Arguments& call) {
   check_tensors(call.op, {{"x", call.x}, {"weight", call.weight}});
@@ -244,8 +245,8 @@ struct LinearFp8 {
   }
 };
 
-/// act(gate) * up in E4M3 for [gate, up] = x weight^T: the layer whose gradient reaches both
-/// products of backward without a tensor in floating point.
+/// act(gate) * up in E4M3 for [gate, up] = x weight^T. Its gradient goes to both products of
+/// backward in E4M3, without a tensor in floating point.
 struct GatedLinearFp8 {
   struct Arguments : Call {
     Gate act;

@@ -1,5 +1,5 @@
-// Products of E4M3 tensors: torch's scaled product on a GPU of compute capability 9.0, else the
-// exact values of both tensors multiplied in float32, on a CPU.
+// Products of E4M3 tensors. A GPU of compute capability 9.0 uses torch's scaled product; a CPU
+// multiplies the exact values of both tensors in float32.
 
 #include <ATen/BlasBackend.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -12,20 +12,21 @@
 namespace torchkiln::quantize_ops {
 namespace {
 
-constexpr int64_t kStep = 16;   // sizes of the operands of torch's product are multiples of it
-constexpr int64_t kBytes = 16;  // their addresses are multiples of it
+constexpr int64_t kStep = 16;   // torch's product needs sizes that are multiples of it
+constexpr int64_t kBytes = 16;  // and addresses that are multiples of it
 
 int64_t whole_steps(int64_t size) { return (size + kStep - 1) / kStep * kStep; }
 
-/// The operand, or a copy if it does not begin at a multiple of 16 bytes: cuBLASLt has no FP8
-/// product for such a matrix, scale or bias, and a view may begin at any element.
+/// The operand itself, or a copy if it does not begin at a multiple of 16 bytes: for such a matrix,
+/// scale or bias, cuBLASLt has no FP8 product, and a view may begin at any element.
 Tensor aligned(const char* name, const Tensor& operand) {
   if (reinterpret_cast<uintptr_t>(operand.const_data_ptr()) % kBytes == 0) return operand;
   trace::note("copied: ", name, " does not begin at a multiple of ", kBytes, " bytes");
   return operand.clone();
 }
 
-/// The matrix with zeros in added rows and columns. torch pads bytes, not E4M3.
+/// The matrix with zeros in added rows and columns. It is padded as bytes, because torch cannot pad
+/// E4M3.
 Tensor padded(const Tensor& matrix, int64_t rows, int64_t columns) {
   const int64_t more_rows = rows - matrix.size(0), more_columns = columns - matrix.size(1);
   if (more_rows == 0 && more_columns == 0) return matrix.contiguous();
@@ -33,7 +34,8 @@ Tensor padded(const Tensor& matrix, int64_t rows, int64_t columns) {
   return at::constant_pad_nd(matrix.view(at::kByte), {0, more_columns, 0, more_rows}).view(kFp8);
 }
 
-/// Scales of `rows` rows [rows, blocks], those of a block column adjacent; 1 for added rows.
+/// The scales of `rows` rows, [rows, blocks], where the scales of a column of blocks are adjacent;
+/// 1 for added rows.
 Tensor row_scales(const Tensor& scale, int64_t rows) {
   Tensor columns = scale.t();
   const int64_t more = rows - columns.size(1);
@@ -41,8 +43,8 @@ Tensor row_scales(const Tensor& scale, int64_t rows) {
   return columns.contiguous().as_strided({rows, columns.size(0)}, {1, rows});
 }
 
-/// Scales of squares [n / 128, k / 128] as torch reads them: the transposed matrix, with zeros up
-/// to a multiple of 4 rows.
+/// The scales of squares, [n / 128, k / 128], in the form that torch reads: transposed, with zeros
+/// up to a multiple of 4 rows.
 Tensor square_scales(const Tensor& scale) {
   const int64_t blocks = scale.size(1), all = (blocks + 3) / 4 * 4;
   const std::array<int64_t, 2> shape{all, scale.size(0)}, strides{1, all};
@@ -63,7 +65,7 @@ bool has_product([[maybe_unused]] const Tensor& where) {
   return found;
 }
 
-/// The product of matrices by torch. `bias` has the dtype of the result.
+/// The product by torch's op. `bias` has the dtype of the result.
 Tensor on_gpu(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,
               bool square, const MaybeTensor& bias, at::ScalarType dtype) {
   TORCH_CHECK_NOT_IMPLEMENTED(
@@ -75,10 +77,10 @@ Tensor on_gpu(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Ten
   const auto recipe = [](ScalingType type) { return static_cast<int64_t>(type); };
   const int64_t rows = whole_steps(a.size(0)), columns = whole_steps(b.size(0));
   const int64_t inner = whole_steps(a.size(1));
-  const bool adds = bias && dtype != at::kFloat;  // in the product; torch refuses it in float32
+  const bool adds = bias && dtype != at::kFloat;  // the product adds it, but not in float32
   MaybeTensor shift = adds ? bias : std::nullopt;
   if (adds && columns != b.size(0)) shift = at::constant_pad_nd(*bias, {0, columns - b.size(0)});
-  if (shift) shift = aligned("bias", shift->contiguous());  // torch reads it as such
+  if (shift) shift = aligned("bias", shift->contiguous());  // torch assumes that it is contiguous
   const Tensor left = aligned("a", padded(a, rows, inner));
   const Tensor right = aligned("b", padded(b, columns, inner));
   const Tensor left_scale = aligned("a_scale", row_scales(a_scale, rows));

@@ -15,7 +15,7 @@ namespace {
 
 using c10::SymInt;
 
-constexpr int64_t kScalesPerStep = 4;  // rows of squares have a multiple of as many scales
+constexpr int64_t kScalesPerStep = 4;  // a row of scales of squares is padded to a multiple of this
 
 void check_fp8(const char* op, const char* data_name, const Tensor& data, const char* scale_name,
                const Tensor& scale) {
@@ -28,14 +28,14 @@ void check_fp8(const char* op, const char* data_name, const Tensor& data, const 
   check_not_0_dim(op, data_name, data);
 }
 
-/// The shape of the scales of rows: that of `data` with blocks instead of columns.
+/// The shape of the scales of rows: the shape of `data` with the number of blocks as the last size.
 c10::SymDimVector scale_shape(const Tensor& data) {
   c10::SymDimVector shape(data.sym_sizes());
   shape.back() = blocks_of(shape.back());
   return shape;
 }
 
-/// The elements of all dimensions but the last one.
+/// The number of rows: the product of all sizes but the last one.
 SymInt rows_of(const Tensor& x) {
   SymInt rows = 1;
   for (int64_t d = 0; d + 1 < x.dim(); ++d) rows *= x.sym_size(d);
@@ -46,14 +46,14 @@ Tensor empty_data(c10::SymIntArrayRef shape, const Tensor& like) {
   return empty_of(shape, like.options().dtype(kFp8));
 }
 
-/// Scales of the rows of a tensor of this shape.
+/// Uninitialised scales for the rows of a tensor of this shape.
 Tensor empty_scale(c10::SymIntArrayRef shape, const Tensor& like) {
   c10::SymDimVector outer{blocks_of(shape.back())};
   for (const SymInt& size : shape.slice(0, shape.size() - 1)) outer.push_back(size);
   return empty_of(outer, like.options().dtype(at::kFloat)).movedim(0, -1);
 }
 
-/// Scales of the squares of a matrix.
+/// Uninitialised scales for the squares of a matrix.
 Tensor empty_squares(const SymInt& rows, const SymInt& columns, const Tensor& like) {
   const SymInt blocks = blocks_of(columns);
   const SymInt stride = (blocks + (kScalesPerStep - 1)) / kScalesPerStep * kScalesPerStep;
@@ -63,13 +63,13 @@ Tensor empty_squares(const SymInt& rows, const SymInt& columns, const Tensor& li
 
 uint8_t* bytes(const Tensor& tensor) { return static_cast<uint8_t*>(tensor.data_ptr()); }
 
-/// A result: data, scales, and whether they are of squares. Undefined tensors are not wanted.
+/// A result: data, scales, and whether these are of squares. Undefined tensors are not wanted.
 struct Result {
   Tensor data, scale;
   bool square = false;
 };
 
-/// Fills in the results.
+/// Quantises x into the results.
 void run(const char* op, const Tensor& x, const Tensor& x_scale, const Result& rows,
          const Result& transposed) {
   if (x.numel() == 0) return;
@@ -164,7 +164,7 @@ Two TransposeOp::meta(const Tensor& data, const Tensor& scale, bool square) {
 Two TransposeOp::kernel(const Tensor& data, const Tensor& scale, bool square) {
   Two out = meta(data, scale, square);
   const auto& [transposed, transposed_scale] = out;
-  const Tensor blocks = scale.movedim(-1, 0).contiguous();  // no copy of scales of ours
+  const Tensor blocks = scale.movedim(-1, 0).contiguous();  // our own scales are not copied
   run("transpose_quantized", data, blocks, {}, {transposed, transposed_scale, square});
   return out;
 }
@@ -206,7 +206,8 @@ Tensor DequantizeOp::kernel(const Tensor& data, const Tensor& scale, at::ScalarT
   Tensor each = scale.repeat_interleave(kScaledElements, -1).narrow(-1, 0, columns);
   if (data.dim() == 2 && scale.size(0) != data.size(0))
     each = each.repeat_interleave(kScaledElements, 0).narrow(0, 0, data.size(0));
-  // In float64, no product of a number and a power of two is rounded before it is stored.
+  // The product is computed in float64, where a number times a power of two is exact, and is
+  // rounded once.
   return out.copy_(data.to(at::kDouble).mul_(each));
 }
 

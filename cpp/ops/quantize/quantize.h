@@ -1,9 +1,10 @@
 #pragma once
 
-// E4M3 tensors with float32 scales that are powers of two, and products of them. In the shapes
-// below a scale is for 128 elements along `columns`, or for 128 x 128 elements of a weight. Scales
-// are laid out as at::_scaled_mm_v2() reads them: those of a block column of rows are adjacent;
-// those of a row of squares are, too, with zeros up to a multiple of 4.
+// E4M3 tensors with float32 scales that are powers of two, and products of them. A scale of rows
+// belongs to 128 elements along `columns`, a scale of squares to 128 x 128 elements of a weight.
+// Scales have the layout that at::_scaled_mm_v2() reads. For rows, the scales of a column of blocks
+// are adjacent. For squares, the scales of a row of blocks are adjacent, with zeros up to a
+// multiple of 4.
 
 #include "gated.h"
 #include "torchkiln/torch/checks.h"
@@ -20,7 +21,7 @@ inline constexpr at::ScalarType kFp8 = at::kFloat8_e4m3fn;
 
 inline constexpr const char* kLinear = "linear_fp8";
 
-/// The ops of this family have no derivative of their own and no batching rule.
+/// Raises an error: the ops of this family have no derivative of their own and no batching rule.
 [[noreturn]] inline void refuse_transform(const char* op) {
   TORCH_CHECK_NOT_IMPLEMENTED(false, "torchkiln.", op,
                               ": got a transform of torch.func or a tangent of forward mode, "
@@ -37,8 +38,9 @@ struct QuantizeOp {
   static Two composite(const Tensor&) { refuse_transform("quantize"); }
 };
 
-/// QuantizeOp of x, and of x as a matrix [rows, columns] transposed: (data, scale, transposed,
-/// transposed_scale), one read of x. `square`: those of the transposed matrix are of squares.
+/// QuantizeOp of x, and of the transposed matrix of x seen as [rows, columns]: (data, scale,
+/// transposed, transposed_scale), with one read of x. `square`: the transposed matrix has scales of
+/// squares.
 struct BothOp {
   static constexpr const char* kSchema =
       "torchkiln::quantize_both(Tensor x, bool square=False) -> (Tensor, Tensor, Tensor, Tensor)";
@@ -50,8 +52,8 @@ struct BothOp {
   static Four composite(const Tensor&, bool) { refuse_transform("quantize_both"); }
 };
 
-/// QuantizeOp of the transposed matrix, or with scales of squares, from its E4M3 data: the same
-/// numbers but for underflow.
+/// QuantizeOp of the transposed matrix, computed from its E4M3 data; `square`: with scales of
+/// squares. Values are unchanged except for underflow.
 struct TransposeOp {
   static constexpr const char* kSchema =
       "torchkiln::transpose_quantized(Tensor data, Tensor scale, bool square=False) -> "
@@ -60,8 +62,8 @@ struct TransposeOp {
   static Two kernel(const Tensor& data, const Tensor& scale, bool square);
 };
 
-/// weight [n, k] with a scale for each 128 x 128 elements: (data, scale [n / 128, k / 128]), and
-/// those of the transposed weight, whose numbers are the same.
+/// Quantises a weight [n, k] with a scale per 128 x 128 elements: (data, scale [n / 128, k / 128],
+/// and data and scale of the transposed weight, which has the same values).
 struct WeightOp {
   static constexpr const char* kSchema =
       "torchkiln::quantize_weight(Tensor weight) -> (Tensor, Tensor, Tensor, Tensor)";
@@ -81,8 +83,8 @@ struct DequantizeOp {
   static Tensor kernel(const Tensor& data, const Tensor& scale, at::ScalarType dtype);
 };
 
-/// a [..., k] times the transposed b [n, k], plus bias, in `dtype`. The scales of `a` are of rows,
-/// those of `b` of rows or, if `square`, of squares.
+/// a [..., k] times the transposed b [n, k], plus bias, in `dtype`. `a` has scales of rows; b has
+/// scales of squares if `square`, else of rows.
 struct ProductOp {
   static constexpr const char* kSchema =
       "torchkiln::_quantized_product(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, "
@@ -105,8 +107,8 @@ struct GatedOp {
   static Three recorded(const Below& below, const Tensor& gate, const MaybeTensor& up, Gate act);
 };
 
-/// BothOp of the gradient of packed rows, the halves of which are gate and up. That gradient is not
-/// written in floating point.
+/// BothOp of the gradient of packed rows, whose halves are gate and up. The gradient is not written
+/// in floating point.
 struct GatedGradientOp {
   static constexpr const char* kSchema =
       "torchkiln::_gated_fp8_backward(Tensor grad, Tensor packed, str act) -> "
@@ -118,22 +120,22 @@ struct GatedGradientOp {
 /// Checks that x has a dtype that is quantised.
 void check_source(const char* op, const char* name, const Tensor& x);
 
-/// Uninitialised E4M3 data of this shape, and scales of its rows.
+/// Uninitialised E4M3 data of this shape, and scales for its rows.
 Two empty_quantized(c10::SymIntArrayRef shape, const Tensor& like);
 
 /// Uninitialised E4M3 data and scales of x, at least one-dimensional, as a transposed matrix.
 /// `square`: one scale per 128 x 128 elements.
 Two empty_transposed(const Tensor& x, bool square = false);
 
-/// The tensor that stands for a result that exists in E4M3 only: autograd gives it the gradient of
-/// that result. Its elements share one uninitialised element of memory.
+/// The tensor that stands in autograd for a result that exists in E4M3 only: it receives the
+/// gradient of that result. Its elements share one uninitialised element of memory.
 Tensor stand_in(c10::SymIntArrayRef shape, const at::TensorOptions& options);
 
-/// Checks that `data` is E4M3 with a scale for 128 elements of each of its rows.
+/// Checks that `data` is E4M3, with one scale per 128 elements of each row.
 void check_quantized_rows(const char* op, const char* data_name, const Tensor& data,
                           const char* scale_name, const Tensor& scale);
 
-/// The number of blocks of 128 elements.
+/// The number of blocks of 128 elements in `elements`.
 inline c10::SymInt blocks_of(const c10::SymInt& elements) { return (elements + 127) / 128; }
 
 }  // namespace torchkiln::quantize_ops

@@ -1,6 +1,6 @@
-// sum and mean over any dimensions. Dimensions that can be read as one are merged, and sums over
-// others are taken in steps (steps.h). A result that overflowed on the CPU is computed again in
-// float64. Integers and bools are left to torch.
+// sum and mean over any dimensions. Dimensions that can be read as one dimension are merged; sums
+// over several remaining dimensions are computed in steps (steps.h). A result that overflowed on
+// the CPU is computed again in float64. torch's own ops compute results for integers and bools.
 
 #include <atomic>
 #include <cfenv>
@@ -20,17 +20,17 @@ using at::OptionalIntArrayRef;
 using at::Tensor;
 using OptionalDtype = std::optional<at::ScalarType>;
 
-/// Whether sum() takes the dtype: a supported floating dtype, integers or bools.
+/// Whether sum() supports the dtype: a supported floating dtype, integers or bools.
 bool is_summable(at::ScalarType dtype) {
   return is_supported_dtype(dtype) || at::isIntegralType(dtype, /*includeBool=*/true);
 }
 
-/// Whether torch's op computes the result: kernels neither read nor write integers and bools.
+/// Whether torch's op computes the result: our kernels support neither integers nor bools.
 bool is_for_torch(const Tensor& x, OptionalDtype dtype) {
   return !is_supported_dtype(x.scalar_type()) || (dtype && !is_supported_dtype(*dtype));
 }
 
-/// The dtype of a result, int64 for integers and bools, as in torch.
+/// The dtype of a result: int64 for integers and bools, as in torch.
 at::ScalarType result_dtype(const Tensor& x, OptionalDtype dtype) {
   return dtype.value_or(is_supported_dtype(x.scalar_type()) ? x.scalar_type() : at::kLong);
 }
@@ -71,7 +71,7 @@ struct Mean {
   static constexpr bool kDivides = true;
   static constexpr double kOfNothing = std::numeric_limits<double>::quiet_NaN();
 
-  /// The mean of integers needs a given dtype, as in torch.
+  /// Checks dtypes: as in torch, the mean of integers requires a dtype.
   static void check_dtypes(const Tensor& x, OptionalDtype dtype) {
     const at::ScalarType given = x.scalar_type();
     TORCH_CHECK(is_supported_dtype(given) || (is_summable(given) && dtype),
@@ -92,7 +92,7 @@ Mask reduced_dims(const char* op, const Tensor& x, OptionalIntArrayRef dim) {
   const bool all = !dim.has_value() || dim->empty();
   Mask mask(rank, all);
   if (all) return mask;
-  const int64_t range = std::max<int64_t>(rank, 1);  // a 0-dimensional tensor takes 0 and -1
+  const int64_t range = std::max<int64_t>(rank, 1);  // a 0-dimensional tensor accepts 0 and -1
   Mask named(range, false);
   for (const int64_t d : *dim) {
     const int64_t at = check_dim(op, "x", x, d);
@@ -103,11 +103,11 @@ Mask reduced_dims(const char* op, const Tensor& x, OptionalIntArrayRef dim) {
   return rank > 0 ? named : mask;
 }
 
-/// Whether floating point operations of the threads of a reduction on the CPU overflowed or made a
-/// NaN of infinities. The processor keeps flags, so the loops cost nothing.
+/// Whether a floating point operation of a reduction on the CPU overflowed, or made a NaN of
+/// infinities, on any thread. The processor sets the flags, so the loops take no more time.
 class OverflowFlag {
  public:
-  /// Runs a part of the work on the current thread.
+  /// Runs a part of the work on the current thread, and reads its flags.
   template <class Body>
   Status watch(const Body& body) {
     if (std::fetestexcept(kFlags) != 0) std::feclearexcept(kFlags);
@@ -123,7 +123,7 @@ class OverflowFlag {
 };
 
 void run(const char* op, Reduction arguments, const Tensor& where, OverflowFlag& overflow) {
-  constexpr int64_t kGrain = 1 << 12;  // outputs
+  constexpr int64_t kGrain = 1 << 12;  // outputs per CPU thread, at least
   launch_split(
       op, where, arguments, kGrain, cpu::split,
       [&](Allocate allocate, auto stream) { return cuda::reduce(arguments, allocate, stream); },
@@ -135,8 +135,8 @@ void run(const char* op, Reduction arguments, const Tensor& where, OverflowFlag&
       });
 }
 
-/// Writes the sum of x divided by `divisor` to `out`. Returns whether the sum of a part of the
-/// terms may have overflowed; false on a GPU, where the host would have to wait for the answer.
+/// Writes the sum of x divided by `divisor` to `out`. Returns whether some partial sum may have
+/// overflowed; on a GPU false, because the host would have to wait for it.
 bool reduce_into(const char* op, const Tensor& x, const Mask& mask, const Tensor& out,
                  double divisor) {
   OverflowFlag overflow;
@@ -147,11 +147,11 @@ bool reduce_into(const char* op, const Tensor& x, const Mask& mask, const Tensor
   return overflow.is_set();
 }
 
-/// Computes the elements of `out` that are infinite or NaN again, in float64 and scaled so that no
-/// sum of finite numbers overflows.
+/// Computes those elements of `out` that are infinite or NaN again, in float64, and scaled so that
+/// no sum of finite numbers overflows.
 void reduce_widely(const char* op, const Tensor& x, const Mask& mask, const Tensor& out,
                    double divisor) {
-  constexpr double kScale = 0x1p-64;  // sums of 2^64 float64 numbers stay finite
+  constexpr double kScale = 0x1p-64;  // the sum of 2^64 float64 numbers is then finite
   const double scale = x.scalar_type() == at::kDouble ? kScale : 1;
   const Tensor wide = at::empty_like(out, out.options().dtype(at::kDouble));
   reduce_into(op, scale == 1 ? x : x * scale, mask, wide, divisor);
@@ -214,7 +214,7 @@ struct Reduce : Kind {
     }
     const c10::SymDimVector sizes(x.sym_sizes());
     const at::ScalarType x_dtype = x.scalar_type();
-    // Divides and casts the small incoming gradient, then expands it without a copy.
+    // Divides and casts the incoming gradient while it is small, then expands it without a copy.
     return record(name(), {x}, out, keep(),
                   [sizes, removed, count, x_dtype](const Incoming& in, const Kept<0>&) {
                     Tensor grad = in[0];

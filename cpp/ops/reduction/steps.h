@@ -43,12 +43,12 @@ inline Axes axes_in_memory(const at::Tensor& x, const Mask& mask) {
   return axes;
 }
 
-/// Whether adjacent axes merge: one stride covers both.
+/// Whether two adjacent axes can be merged: one stride covers both.
 inline bool merge(const Axis& outer, const Axis& inner) {
   return outer.stride == inner.stride * inner.size;
 }
 
-/// Merges neighbours that are both reduced or both kept.
+/// Merges adjacent axes if both are reduced or both are kept.
 inline Axes merged(const Axes& axes) {
   Axes result;
   for (const Axis& axis : axes) {
@@ -63,7 +63,7 @@ inline Axes merged(const Axes& axes) {
   return result;
 }
 
-/// Merges the axes begin <= i < end into at most two; empty if more remain.
+/// Merges the axes begin <= i < end into at most two; nullopt if more remain.
 inline std::optional<std::array<Axis, 2>> two_axes(const Axes& axes, size_t begin, size_t end) {
   std::array<Axis, 2> pair{Axis{1, 0, false, 0}, Axis{1, 0, false, 0}};
   int used = 0;
@@ -79,8 +79,8 @@ inline std::optional<std::array<Axis, 2>> two_axes(const Axes& axes, size_t begi
   return pair;
 }
 
-/// The step that sums over axis `at`; empty if the kernels cannot read it. They read rows that lie
-/// in up to two dimensions, or one dimension on either side of the reduced one.
+/// The step that sums over axis `at`; nullopt if the kernels cannot read it. They read rows that
+/// lie along up to two dimensions, or one dimension on either side of the reduced one.
 inline std::optional<Reduction> step_over(const Axes& axes, size_t at) {
   const auto before = two_axes(axes, 0, at);
   const auto after = two_axes(axes, at + 1, axes.size());
@@ -116,7 +116,7 @@ inline void make_contiguous(Axes& axes) {
   for (size_t i = axes.size(); i-- > 0; stride *= axes[i].size) axes[i].stride = stride;
 }
 
-/// Calls run(step, is_last) for each step from x to `out`, which is contiguous and not empty.
+/// Calls run(step, is_last) for each step from x to `out`. `out` is contiguous and not empty.
 template <class Run>
 void reduce_in_steps(const at::Tensor& x, const Mask& mask, const at::Tensor& out, const Run& run) {
   Axes axes = axes_in_memory(x, mask);
@@ -126,7 +126,8 @@ void reduce_in_steps(const at::Tensor& x, const Mask& mask, const at::Tensor& ou
     kept.push_back(axis.dim);
     kept_sizes.push_back(axis.size);
   }
-  // The kernels write sums in memory order. If the output has another order, they are copied.
+  // The kernels write sums in memory order. If the output has another order, they write to a
+  // temporary tensor, which is copied.
   const bool in_order = std::is_sorted(kept.begin(), kept.end());
   const at::Tensor sums = in_order ? out : at::empty(kept_sizes, out.options());
   const bool is_wide = x.scalar_type() == at::kDouble || out.scalar_type() == at::kDouble;

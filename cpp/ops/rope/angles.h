@@ -28,20 +28,20 @@ struct Angles {
   bool inverse;
 };
 
-/// The heads that are rotated.
+/// The heads to rotate, and their names in errors.
 struct Heads {
   const char* op;
-  const char* name;  // of the tensor
+  const char* name;  // the tensor's name, in errors
   const Tensor& tensor;
   std::optional<SymInt> batch;
   SymInt tokens;
   SymInt head_dim;
 
-  /// Elements that are rotated.
+  /// The number of elements of a head that are rotated.
   SymInt rotary(const Angles& angles) const {
     return angles.rotary_dim ? SymInt(*angles.rotary_dim) : head_dim;
   }
-  /// Whether cos and sin have each factor twice.
+  /// Whether cos and sin contain each factor twice.
   bool factors_are_doubled(const Angles& angles) const {
     return rotary(angles) != 0 && angles.cos->sym_size(-1) == rotary(angles);
   }
@@ -94,7 +94,7 @@ inline void check_positions_dtype(const char* op, const Tensor& positions) {
               dtype_name(dtype), ", expected int64 or int32");
 }
 
-/// Checks positions, if there are any; `what` describes a position in errors.
+/// Checks positions, if there are any. `what`: the meaning of a position, for errors.
 inline void check_positions(const Heads& heads, const MaybeTensor& positions, const char* what) {
   if (!positions) return;
   check_positions_dtype(heads.op, *positions);
@@ -104,7 +104,7 @@ inline void check_positions(const Heads& heads, const MaybeTensor& positions, co
               what, " for each token");
 }
 
-/// Checks everything but layouts and devices, which come before.
+/// Checks everything except layouts and devices, which must be checked before.
 inline void check_angles(const Heads& heads, const Angles& angles) {
   check_rotary(heads, angles);
   check_factors(heads, angles);
@@ -119,7 +119,7 @@ inline int64_t count_tokens(const Heads& heads) {
   return tokens;
 }
 
-/// The tensor with adjacent elements in the last dimension.
+/// The tensor, or a copy in which the elements of the last dimension are adjacent.
 inline MaybeCopy with_adjacent_elements(const char* name, const Tensor& tensor) {
   if (tensor.size(-1) <= 1 || tensor.stride(-1) == 1) return MaybeCopy::borrowed(tensor);
   trace::note("copied: the elements of ", name, " are not adjacent, strides ", tensor.strides());
@@ -158,8 +158,8 @@ inline RopeAngles arguments_of(const Heads& heads, const Angles& angles, const T
   return arguments;
 }
 
-/// The factors of each pair in the compute dtype, [..., tokens, 1, pairs] for `heads_at` -2, or
-/// [..., 1, tokens, pairs] for -3.
+/// The factors of each pair in the compute dtype: [..., tokens, 1, pairs] if `heads_at` is -2,
+/// [..., 1, tokens, pairs] if it is -3.
 inline Tensor composite_factors(const Heads& heads, const Angles& angles, const Tensor& given,
                                 int64_t heads_at) {
   const SymInt pairs = heads.rotary(angles) / 2;

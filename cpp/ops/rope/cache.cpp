@@ -1,5 +1,5 @@
-// qkv_norm_rope with keys and values that are written into a cache, for inference: no gradients.
-// Checks of the cache are here; qkv.h has the other checks and launches the kernel.
+// qkv_norm_rope that writes keys and values to a cache, for inference: no gradients. The checks of
+// the cache are here; qkv.h has the other checks and launches the kernel.
 
 #include "rope/qkv.h"
 #include "torchkiln/torch/written.h"
@@ -36,9 +36,10 @@ struct QkvIntoCache {
 
   struct Arguments : QkvCall {
     Borrowed<Tensor> keys, values;
-    Borrowed<MaybeTensor> places;  // the positions: places in the cache
+    Borrowed<MaybeTensor> places;  // the row of each token in the cache: its position
 
-    /// If cos and sin are tables and not factors of each token, positions also select their rows.
+    /// If cos and sin are tables instead of factors per token, positions also select the rows of
+    /// these tables.
     void complete() {
       places = angles.positions;
       if (angles.cos->defined() && angles.cos->dim() == 3)

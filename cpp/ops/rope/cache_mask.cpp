@@ -1,5 +1,5 @@
-// The attention mask for tokens that are decoded into a cache: 0 where a place of the cache is at
-// or before the token's position, else -infinity.
+// The attention mask for tokens that are decoded with a cache: 0 for keys at or before the token's
+// position, -infinity for later ones.
 
 #include "rope/angles.h"
 #include "torchkiln/torch/launch.h"
@@ -24,7 +24,7 @@ struct CacheMaskOp {
                 ": dtype: got ", dtype_name(dtype),
                 ", expected float32, float64, float16 or bfloat16");
     c10::SymDimVector sizes(positions.sym_sizes());
-    if (sizes.size() == 2) sizes.insert(sizes.begin() + 1, SymInt(1));  // for all heads
+    if (sizes.size() == 2) sizes.insert(sizes.begin() + 1, SymInt(1));  // one mask for all heads
     sizes.emplace_back(length);
     return positions.new_empty_symint(sizes, dtype);
   }

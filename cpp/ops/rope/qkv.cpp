@@ -114,7 +114,7 @@ struct QkvBackward {
   }
 };
 
-/// Saves its arguments: the backward computes the norms again from qkv, which it reads anyway.
+/// Saves its arguments only. Backward computes the norms again from qkv, which it reads anyway.
 struct Qkv {
   static constexpr bool kFlexibleLayout = true;
   static constexpr const char* kSchema =
@@ -140,7 +140,7 @@ struct Qkv {
                   });
   }
 
-  /// The tensors that `call` borrows may have been freed: `kept` has them.
+  /// Takes the tensors from `kept`, because those that `call` borrows may have been freed.
   static variable_list gradients(const Incoming& in, const Kept<6>& kept, QkvCall call) {
     const MaybeTensor positions = maybe(kept[5]);
     MaybeTensor q_weight, k_weight;

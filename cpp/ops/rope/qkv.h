@@ -7,7 +7,7 @@
 
 namespace torchkiln {
 
-/// The norm of heads is a string in schemas.
+/// The norm of heads is a string in the schemas of ops.
 template <>
 struct InSchema<QkvNorm> {
   using Type = c10::string_view;
@@ -132,7 +132,7 @@ inline void set_strides(int64_t (&to)[3], const Tensor& tensor) {
   to[2] = tensor.stride(-3);
 }
 
-/// Tensors with adjacent elements that the arguments of a kernel point to.
+/// The tensors, with adjacent elements, to which the arguments of a kernel point.
 struct QkvTensors {
   MaybeCopy qkv, cos, sin;
   Tensor weights[2];
@@ -168,8 +168,8 @@ inline QkvNormRope arguments_of(const QkvCall& call, const QkvTensors& tensors) 
   return arguments;
 }
 
-/// Computes queries, keys and values into tensors [..., heads, tokens, head_dim] with adjacent
-/// elements of a head.
+/// Writes queries, keys and values to tensors [..., heads, tokens, head_dim] in which the elements
+/// of a head are adjacent.
 inline void run_into(const QkvCall& call, const std::array<Tensor, 3>& out,
                      const TokenRows& places) {
   const int64_t tokens = count_tokens(call.rotated());

@@ -1,6 +1,6 @@
-// The op rope: the rotation of queries and keys, linear in both, so that its gradient is the
+// The op rope: the rotation of queries and keys. It is linear in both, so that its gradient is the
 // rotation by the negative angles. angles.h has cos, sin and the options of the rotation; qkv.cpp
-// rotates a packed projection, cache_mask.cpp is the mask of a cache.
+// rotates a packed projection, cache_mask.cpp has the mask of a cache.
 
 #include "rope/angles.h"
 #include "torchkiln/torch/empty.h"
@@ -27,7 +27,7 @@ struct Call {
                    self.angles.positions, self.angles.rotary_dim, self.heads_dim,
                    self.angles.inverse);
 
-  /// The dimension of the heads, counted from the end: -3 or -2. The tokens have the other one.
+  /// The dimensions of the heads and of the tokens, counted from the end: one is -3, the other -2.
   int64_t heads_at() const { return heads_dim < 0 ? heads_dim : heads_dim - q->dim(); }
   int64_t tokens_at() const { return -5 - heads_at(); }
 
@@ -64,7 +64,7 @@ void check(const Call& call) {
   check_angles(call.heads(), angles);
 }
 
-/// An output without gaps, with heads and tokens in the order that they have in x's memory.
+/// An uninitialised dense output, with heads and tokens in the same memory order as in x.
 Tensor output_like(const Tensor& x, const Call& call) {
   const int64_t rank = x.dim(), heads = call.heads_at(), tokens = call.tokens_at();
   const int64_t outer = x.sym_stride(tokens) >= x.sym_stride(heads) ? tokens : heads;
@@ -134,7 +134,7 @@ Two composite_of(const Call& call) {
   return {rotated(call.q), call.k ? rotated(*call.k) : call.q->narrow(0, 0, 0).reshape({0})};
 }
 
-/// Linear in q and k; its gradient is the op with the other value of `inverse`.
+/// Rotates q and k. It is linear in both, and its gradient is this op with `inverse` negated.
 struct Op {
   static constexpr const char* kSchema =
       "torchkiln::rope(Tensor q, Tensor? k, Tensor cos, Tensor sin, *, bool interleaved=False, "
@@ -145,8 +145,8 @@ struct Op {
   static Two kernel(const Call& call) { return run(call); }
   static Two composite(const Call& call) { return composite_of(call); }
 
-  /// Saves cos, sin and positions; q and k only for the gradients of cos and sin, which are rare
-  /// and computed with torch's ops.
+  /// Saves cos, sin and positions. q and k are saved only for gradients of cos and sin, which are
+  /// rare and computed with torch's ops.
   static Two recorded(const Below& below, const Call& call) {
     const Tensor &q = call.q, &cos = call.angles.cos, &sin = call.angles.sin;
     const Tensor k = tensor_or_undefined(call.k);
@@ -159,7 +159,7 @@ struct Op {
                   });
   }
 
-  /// The tensors that `call` borrows may have been freed: `kept` has them.
+  /// Takes the tensors from `kept`, because those that `call` borrows may have been freed.
   static variable_list gradients(const Incoming& in, const Kept<5>& kept, Call call) {
     const MaybeTensor positions = maybe(kept[2]);
     MaybeTensor k;

@@ -1,6 +1,6 @@
 // softmax and log_softmax, with a scale, a mask and a causal mask. Forward saves the result, from
-// which backward computes the gradient. A floating mask or another dtype takes a separate pass.
-// view.h has the tensors and the mask as the kernels read them.
+// which backward computes the gradient. A floating mask, or a result of another dtype, takes a
+// separate pass. view.h has the tensors and the mask in the form that kernels read.
 
 #include <ATen/ScalarOps.h>
 
@@ -42,7 +42,7 @@ struct BackwardCall {
   TORCHKILN_FIELDS(self.grad, self.y, self.dim, self.log, self.scale, self.mask, self.causal);
 };
 
-/// Fewest rows per CPU thread. With fewer, a thread starts more slowly than it computes.
+/// Fewest rows per CPU thread. With fewer, starting a thread takes longer than its work.
 int64_t row_grain(int64_t length) { return std::max<int64_t>((1 << 13) / length, 1); }
 
 void check_mask_shape(const char* op, const char* name, const Tensor& tensor, const Tensor& mask) {
@@ -71,7 +71,8 @@ void check_mask(const char* op, const char* name, const Tensor& tensor, int64_t 
   check_mask_shape(op, name, tensor, *mask);
 }
 
-/// The arguments that the kernels of forward and backward share. `mask` owns a copy if one is made.
+/// The arguments that the kernels of forward and backward share. If the mask is copied, `mask` owns
+/// the copy.
 template <class Problem, class Call>
 Problem problem_of(const SoftmaxView& view, bool log, const Call& call, int64_t dim,
                    MaybeTensor& mask, const Tensor& tensor) {
@@ -90,7 +91,7 @@ Problem problem_of(const SoftmaxView& view, bool log, const Call& call, int64_t 
   return problem;
 }
 
-/// Sets the mask of a call on tensors like `tensor` whose dimension `dim` is moved to the end.
+/// Sets the mask of a call on tensors like `tensor`, after dimension `dim` is moved to the end.
 /// `mask` owns the memory.
 template <class Call>
 void put_dim_last(Call& call, MaybeTensor& mask, const Tensor& tensor, int64_t dim) {
@@ -131,7 +132,8 @@ struct Backward {
       moved.y = moved_y;
       return kernel(moved).movedim(-1, at).contiguous();
     }
-    // Reading few elements that are not adjacent takes less time than a kernel that copies them.
+    // For few elements, reading them where they are not adjacent takes less time than launching a
+    // copy.
     const SoftmaxView view = view_of_rows(grad, at, /*copies=*/grad.numel() >= 1 << 16);
     const auto saved = call.y->expect_contiguous();
     MaybeTensor kept;
@@ -149,7 +151,7 @@ struct Backward {
   }
 };
 
-/// True where an element is masked out; undefined without a mask.
+/// A bool tensor: true where an element is masked out. Undefined without a mask.
 Tensor left_out(const Tensor& like, const MaybeTensor& mask, bool causal) {
   Tensor kept;
   if (causal) {
@@ -200,8 +202,8 @@ struct Op : Schema<kLog> {
     return at;
   }
 
-  /// Casts x to a given dtype first, as torch does, and adds a floating mask: both in separate
-  /// passes, through which the gradients of x and of the mask go back.
+  /// Casts x to a given dtype first, as torch does, and adds a floating mask. Both are separate
+  /// ops, so autograd computes the gradients of x and of the mask through them.
   static std::optional<Tensor> rewritten(const Call& call) {
     const MaybeTensor& mask = call.mask;
     const bool adds = mask.has_value() && mask->defined() && mask->is_floating_point();

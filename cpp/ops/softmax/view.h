@@ -1,7 +1,7 @@
 #pragma once
 
-// Views of tensors as the softmax kernels read them: [outer, length, inner] with one stride each,
-// and the mask of each row.
+// Views of tensors in the form that the softmax kernels read: [outer, length, inner] with one
+// stride each, and the mask of each row.
 
 #include <ATen/ATen.h>
 
@@ -44,7 +44,7 @@ inline SoftmaxView view_around(const at::Tensor& tensor, int64_t dim) {
 }
 
 /// view_around() for kernels that write rows of adjacent elements. On CUDA, rows whose elements are
-/// not adjacent are copied first if they are long or if `copies` is true: it takes less time.
+/// not adjacent are copied first if they are long or if `copies`, because this takes less time.
 inline SoftmaxView view_of_rows(const at::Tensor& tensor, int64_t dim, bool copies) {
   SoftmaxView view = view_around(tensor, dim);
   const int64_t bytes = view.length * static_cast<int64_t>(tensor.itemsize());

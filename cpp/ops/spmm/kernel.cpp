@@ -22,7 +22,7 @@ constexpr const char* kTransposed = "spmm_transposed";
 constexpr const char* kSampled = "spmm_sampled";
 constexpr const char* kTranspose = "csr_transpose";
 
-/// Fewest multiplications per CPU thread. With fewer, a thread starts more slowly than it computes.
+/// Fewest multiplications per CPU thread. With fewer, starting a thread takes longer than its work.
 constexpr int64_t kGrain = 1 << 14;
 
 void check_indices(const char* op, const Tensor& crow, const Tensor& col) {
@@ -42,7 +42,7 @@ void check_indices(const char* op, const Tensor& crow, const Tensor& col) {
                              : "[batch, entries], as crow has a batch");
 }
 
-/// Checks batch sizes. Returns the size of the batch; empty if no tensor has one.
+/// Checks batch sizes. Returns the batch size; nullopt if no tensor has a batch dimension.
 std::optional<SymInt> check_batch(const char* op, Operands vectors, Operands matrices) {
   std::optional<SymInt> batch;
   const char* first = nullptr;
@@ -103,7 +103,7 @@ MaybeCopy adjacent(const Tensor& tensor) {
                                                         : MaybeCopy::owned(tensor.contiguous());
 }
 
-/// As adjacent(), for matrices of numbers, which contiguous_copy() can copy.
+/// adjacent() for matrices of numbers, which contiguous_copy() can copy.
 MaybeCopy adjacent_columns(const Tensor& matrices) {
   return matrices.size(-1) <= 1 || matrices.stride(-1) == 1
              ? MaybeCopy::borrowed(matrices)
@@ -114,7 +114,7 @@ int64_t batch_stride(const Tensor& tensor, int64_t rank) {
   return tensor.dim() == rank ? 0 : tensor.stride(0);
 }
 
-/// The pattern as the kernels read it. Borrows the tensors that it is made from, or owns copies.
+/// A pattern in the form that kernels read. Borrows the given tensors, or owns copies.
 struct CsrArguments {
   MaybeCopy crow;
   MaybeCopy col;
@@ -288,7 +288,7 @@ Tensor TransposedOp::kernel(const Arguments& call) {
 Tensor SampledOp::kernel(const Arguments& call) {
   const Tensor &left = call.left, &right = call.right;
   if (call.summed && call.crow->dim() == 2) {
-    // Terms of a sum stay in the compute dtype.
+    // The products stay in the compute dtype until they are summed.
     const at::ScalarType wide = compute_dtype(left.scalar_type());
     const Tensor wide_left = left.to(wide), wide_right = right.to(wide);
     Arguments terms = call;

@@ -11,32 +11,33 @@ namespace {
 
 using c10::SymInt;
 
-/// Sums a gradient over the batch, or expands it, to the shape of its tensor.
+/// Sums or expands a gradient over the batch, so that it has the shape of its tensor.
 Tensor fit(const Tensor& grad, c10::SymIntArrayRef shape) {
   const auto rank = static_cast<int64_t>(shape.size());
   if (grad.dim() > rank) return grad.sum(0);
   return grad.dim() < rank ? grad.expand_symint(shape) : grad;
 }
 
-/// The pattern of a call, and its transpose, which is built at the first use if it was not given.
+/// The pattern of a call, and its transposed pattern, which is built at the first use if it was not
+/// given.
 struct Pattern {
   Tensor crow;
   Tensor col;
   Tensor transpose;
 
-  /// The gradient of `values`, the products of rows of left and right at the entries.
+  /// The gradient of `values`: for each entry, the dot product of a row of left and a row of right.
   Tensor sampled(const Tensor& values, const Tensor& left, const Tensor& right) const {
-    const bool summed = values.dim() == 1;  // over the batch
+    const bool summed = values.dim() == 1;  // whether to sum over the batch
     return fit(call<SampledOp>(crow, col, left, right, maybe(transpose), summed),
                values.sym_sizes());
   }
-  /// The gradient of `dense`, the product of the pattern with values and x.
+  /// The gradient of `dense`: the product of the sparse matrix with these values and x.
   Tensor product(const Tensor& dense, const Tensor& values, const Tensor& x) const {
     return dense_gradient(dense, values, x, [&](const Tensor& v, const Tensor& from) {
       return call<CsrOp>(v, from, crow, col, std::nullopt, maybe(transpose), /*check=*/false);
     });
   }
-  /// The gradient of `dense`, the product of the transposed pattern with values and x.
+  /// The gradient of `dense`: the product of the transposed sparse matrix with these values and x.
   Tensor transposed(const Tensor& dense, const Tensor& values, const Tensor& x) {
     if (!transpose.defined()) transpose = call<TransposeOp>(crow, col, dense.sym_size(-2));
     return dense_gradient(dense, values, x, [&](const Tensor& v, const Tensor& from) {
@@ -45,7 +46,7 @@ struct Pattern {
   }
 
  private:
-  /// multiply(values, x). Products that will be summed over a batch are computed in float32.
+  /// multiply(values, x). If the result will be summed over a batch, it is computed in float32.
   template <class Multiply>
   Tensor dense_gradient(const Tensor& dense, const Tensor& values, const Tensor& x,
                         const Multiply& multiply) const {
@@ -57,8 +58,9 @@ struct Pattern {
   }
 };
 
-/// Records `out`, a product of a and b, for `all` = {crow, col, a, b, transpose}. The gradients are
-/// by_a(pattern, a, b, grad) and by_b(...), which are recorded only under create_graph=True.
+/// Records `out`, a product of a and b, in the autograd graph. `all` = {crow, col, a, b,
+/// transpose}. The gradients are by_a(pattern, a, b, grad) and by_b(...); they are recorded in turn
+/// only under create_graph=True.
 template <class ByA, class ByB>
 Tensor record_product(const char* op, const Kept<5>& all, const Tensor& out, const ByA& by_a,
                       const ByB& by_b) {
@@ -76,7 +78,7 @@ Tensor record_product(const char* op, const Kept<5>& all, const Tensor& out, con
 
 // ---- the ops with torch's own ops ----
 
-/// Gives all tensors of a call a batch dimension; its size is 1 if no tensor has one.
+/// Gives all tensors of a call a batch dimension. Its size is 1 if no tensor has one.
 class Batched {
  public:
   Batched(at::TensorList vectors, at::TensorList matrices) {
@@ -103,7 +105,7 @@ class Batched {
   bool any_ = false;
 };
 
-/// Returns the row of each entry: how many rows, not counting the first, begin at or before the
+/// Returns the row of each entry: the number of rows, except the first, that begin at or before the
 /// entry.
 Tensor rows_of(const Tensor& crow, const Tensor& col) {
   const Tensor begins = crow.slice(1, 1, -1).to(at::kLong);

@@ -60,7 +60,7 @@ struct SampledOp {
   struct Arguments {
     Borrowed<Tensor> crow, col, left, right;
     Borrowed<MaybeTensor> transpose;
-    bool summed;  // over the batch
+    bool summed;  // whether to sum over the batch
 
     TORCHKILN_FIELDS(self.crow, self.col, self.left, self.right, self.transpose, self.summed);
   };
@@ -81,7 +81,8 @@ struct TransposeOp {
   static Tensor kernel(const Tensor& crow, const Tensor& col, c10::SymInt columns);
 };
 
-/// Raises an error for a pattern with bad indices or a duplicate entry. Synchronises.
+/// Raises an error for a pattern with an index out of range or a duplicate entry. Synchronises with
+/// the GPU.
 void check_pattern(const Tensor& crow, const Tensor& col, int64_t columns);
 
 }  // namespace torchkiln::spmm_ops

@@ -1,7 +1,7 @@
 #pragma once
 
-// Blocks of 128 adjacent elements of a row that adjacent lanes of a warp hold: their scale takes
-// one reduction over these lanes, without shared memory.
+// Blocks of 128 adjacent elements of a row, held by adjacent lanes of a warp. The scale of a block
+// takes one reduction over these lanes, without shared memory.
 
 #include "detail/fp8/cast.cuh"
 #include "torchkiln/kernels/quantize.h"
@@ -31,7 +31,7 @@ __device__ __forceinline__ void largest_of_lanes(float (&values)[kCount]) {
 }
 
 /// Vectors of a row that the lanes of a warp round to E4M3: vector k of kLanes adjacent lanes is a
-/// block. All lanes of a warp call the functions.
+/// block. All lanes of a warp must call the functions.
 ///
 /// The blocks are reduced together. A step exchanges words, each the largest magnitude of a block
 /// or, in half precision, of two. A lane sends half of its words, and has half of the blocks
@@ -49,25 +49,26 @@ class LaneBlocks {
   static constexpr int kLanes = kScaledElements / kSide;
   static constexpr int kInWord = static_cast<int>(sizeof(uint32_t) / sizeof(T));
   static constexpr int kWords = kItems / kInWord;
-  static constexpr int kPerWord = kLanes / kWords;  // lanes that have the same word at last
+  static constexpr int kPerWord = kLanes / kWords;  // lanes that have the same word in the end
   static_assert(kPerWord >= kInWord && kItems % kInWord == 0, "a lane for each block");
   using Word = Vec<T, kInWord>;
 
  public:
   using Items = Vec<T, kSide>[kItems];
 
-  /// The block whose scale quantize() returns to this lane.
+  /// The index of the block whose scale quantize() returns to this lane.
   static __device__ __forceinline__ int own() {
     return lane() / kPerWord * kInWord + lane() % kInWord;
   }
-  /// Whether no lane before this one has the same block.
+  /// Whether this lane is the first one with its block.
   static __device__ __forceinline__ bool is_first() { return lane() % kPerWord < kInWord; }
 
   /// Rounds the vectors with has(k), and calls store(k, bytes) for each of them; the elements of
   /// other vectors count as 0. Returns the scale of block own().
   ///
-  /// Infinities are replaced before, in a loop that few rows need: beside the conversion, the
-  /// compiler would issue its instructions for every element instead of branching around them.
+  /// Infinities are replaced before, in a separate loop that few rows need. Inside the loop of
+  /// conversions, the compiler would execute the replacement for every element instead of branching
+  /// around it.
   template <class Has, class Store>
   static __device__ __forceinline__ float quantize(Items& items, const Has& has,
                                                    const Store& store) {
@@ -128,8 +129,9 @@ class LaneBlocks {
     return lane() % kInWord == 0 ? each[0] : each[kInWord - 1];
   }
 
-  /// Rounds item * factor to E4M3. The factor is a power of two, so that the product is exact in
-  /// bfloat16, too, if it is not too small for E4M3: two products per instruction.
+  /// Rounds item * factor to E4M3. The factor is a power of two, so that unless the product is too
+  /// small for E4M3, it is exact in bfloat16, too. In bfloat16 one instruction computes two
+  /// products.
   static __device__ __forceinline__ auto scale_and_pack(Vec<T, kSide> item, uint32_t factors) {
     float factor = __uint_as_float(factors & 0xff800000u), value[kSide];
     if constexpr (std::is_same_v<T, __nv_bfloat16>) {

@@ -1,6 +1,6 @@
 #pragma once
 
-// Conversions between float32 and E4M3, and the magnitudes that scales are computed from.
+// Conversions between float32 and E4M3, and the magnitudes from which scales are computed.
 
 #include <cuda_fp8.h>
 
@@ -14,7 +14,7 @@ using device::Vec;
 inline constexpr uint32_t kMagnitude = 0x7fffffff;
 inline constexpr uint32_t kInfinity = 0x7f800000;
 
-/// An E4M3 element of a source.
+/// The storage of one E4M3 element.
 struct Fp8 {
   uint8_t bits;
 };
@@ -23,8 +23,8 @@ __device__ __forceinline__ float widen(float value) { return value; }
 __device__ __forceinline__ float widen(__half value) { return __half2float(value); }
 __device__ __forceinline__ float widen(__nv_bfloat16 value) { return __bfloat162float(value); }
 
-// A conversion is an instruction from compute capability 8.9 on. Before, it takes dozens of integer
-// instructions, which would make the kernels three times as large if they were inlined.
+// From compute capability 8.9 on, a conversion is one instruction. Before, it takes dozens of
+// integer instructions, which would triple the size of the kernels if they were inlined.
 #if __CUDA_ARCH__ >= 890
 #define TORCHKILN_FP8_CONVERSION __forceinline__
 #else
@@ -42,7 +42,7 @@ __device__ TORCHKILN_FP8_CONVERSION Vec<__half, 8> to_half(const Vec<Fp8, 8>& fr
   return to;
 }
 
-/// The larger of a magnitude seen so far and that of a value; NaN does not count.
+/// The larger of `most` and the magnitude of a value; NaN does not count.
 __device__ __forceinline__ float larger(float most, float value) {
   return fmaxf(most, fabsf(value));
 }
@@ -61,7 +61,8 @@ __device__ __forceinline__ float reciprocal_of(uint32_t exponent) {
 }
 
 /// Rounds two numbers of magnitudes up to 448 to E4M3, `low` into the low byte. NaN becomes 0x7f.
-/// Infinity would become 448, so that a caller with `any` infinite number sets those to NaN first.
+/// Infinity would become 448, so a caller that has infinite numbers (`any`) must first replace them
+/// by NaN.
 __device__ TORCHKILN_FP8_CONVERSION uint32_t pack(float low, float high) {
   return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
 }
@@ -71,7 +72,7 @@ __device__ __forceinline__ float without_infinity(float value) {
   return (__float_as_uint(value) & kMagnitude) == kInfinity ? __uint_as_float(kMagnitude) : value;
 }
 
-/// Rounds value(i) * reciprocal for 0 <= i < kCount to bytes.
+/// Rounds value(i) * reciprocal for 0 <= i < kCount to E4M3, four per word.
 template <int kCount, class Value>
 __device__ __forceinline__ Vec<uint32_t, kCount / 4> pack_all(float reciprocal, bool infinite,
                                                               const Value& value) {

@@ -1,7 +1,7 @@
 #pragma once
 
-// The operands of the matrix products on compute capability 9.0 as TMA reads them, and which ones
-// it can read in place. Includes no header of CUDA.
+// The operands of the matrix products on compute capability 9.0, as TMA reads them, and the
+// conditions under which it reads them in place. Includes no header of CUDA.
 
 #include <cstdint>
 
@@ -35,7 +35,7 @@ inline bool fits_tensor_map(const MapShape& shape, Dtype dtype) {
 
 namespace sm90 {
 
-/// An operand as a matrix for TMA.
+/// An operand as a matrix that TMA can read.
 struct Operand {
   Major major;
   MapShape shape;
@@ -43,7 +43,8 @@ struct Operand {
 
 inline Operand describe(const Matrices& from, int64_t outer, int64_t depth, int64_t outer_stride,
                         int64_t depth_stride, int64_t batch) {
-  // The stride of a dimension of size 1 is arbitrary; prefer to read it as contiguous.
+  // The stride of a dimension of size 1 is arbitrary: such an operand counts as contiguous along k
+  // if the other stride is not 1.
   const bool k_adjacent = depth_stride == 1 || (depth == 1 && outer_stride != 1);
   const Major major = k_adjacent ? Major::k : Major::outer;
   MapShape shape{from.data,

@@ -1,7 +1,7 @@
 #pragma once
 
-// Which operands the kernels of matrix products take, and the blocks that compute the tiles of a
-// result. Includes no header of CUDA.
+// The operands that the kernels of matrix products support, and the blocks that compute the tiles
+// of a result. Includes no header of CUDA.
 //
 //   sm90          128 by 256 results   persistent blocks, at most one per SM
 //   tensor_core   128 by 128           a block per tile
@@ -17,7 +17,7 @@ namespace torchkiln::gemm {
 struct Blocks {
   int64_t count;
   int threads;
-  int shared_bytes;  // dynamic
+  int shared_bytes;  // dynamic shared memory per block
 };
 
 inline int64_t count_tiles(const Matmul& p, int64_t rows, int64_t columns) {
@@ -34,15 +34,15 @@ inline constexpr int kWarpgroup = 4 * kWarpLanes;
 inline constexpr int kMultipliers = 2;  // warpgroups
 inline constexpr int kThreads = (1 + kMultipliers) * kWarpgroup;
 
-// A panel is copied at once: 128 rows of A or columns of B, 64 deep. If k is not contiguous, it
-// takes two boxes.
+// A panel is 128 rows of A or columns of B, 64 deep. It takes one copy (box) or, if k is not
+// contiguous, two.
 inline constexpr int kPanelWidth = 128;
 inline constexpr int kPanel = kPanelWidth * kTileDepth;
 inline constexpr int kPanelsOfB = kTileColumns / kPanelWidth;
 inline constexpr int kStageBytes = (1 + kPanelsOfB) * kPanel * 2;
 
-/// Shared memory of a block: the stages, the results of a tile, and `others` bytes; a multiple of
-/// what the swizzle is aligned to.
+/// Shared memory of a block: the stages, the results of a tile, and `others` bytes, rounded up to a
+/// multiple of 1024 bytes, the alignment of the swizzle.
 constexpr int shared_bytes(int others) {
   constexpr int kAligned = 1024;
   constexpr int kResults = kTileRows * kTileColumns * 2;
@@ -51,9 +51,10 @@ constexpr int shared_bytes(int others) {
          kAligned;
 }
 
-/// Two bias vectors of a tile per multiplier, and the barriers of its sums.
+/// Shared memory of a product. Besides stages and results: two bias vectors per multiplier, and the
+/// barriers of its sums.
 inline constexpr int kSharedBytes = shared_bytes(kMultipliers * (2 * kTileColumns * 4 + 2 * 8));
-/// Convolutions have neither.
+/// Shared memory of a convolution, which has no bias and no barriers of sums.
 inline constexpr int kPixelSharedBytes = shared_bytes(0);
 
 inline Blocks blocks_of(const Matmul& p, int multiprocessors) {
@@ -73,7 +74,8 @@ inline bool is_plain(const Matmul& p) {
   return p.batch == 1 && p.scale == 1 && p.residual == nullptr;
 }
 
-/// The same for a product with a gate in the epilogue. A tile has a panel of gate and one of up.
+/// Whether TMA can read the operands in place, for a product with a gate in the epilogue. A tile
+/// has one panel of gate and one of up.
 inline bool fits_gate(const Matmul& p) {
   return is_plain(p) && fits_copies(p) && describe_a(p).major == Major::k &&
          describe_b(p).major == Major::k && p.n % (2 * kPanelWidth) == 0 && aligned(p.out) &&
@@ -95,7 +97,7 @@ inline constexpr int kThreads = 256;
 inline constexpr int kSide = 128;
 inline constexpr int kDepth = 32;
 inline constexpr int kStages = 3;
-inline constexpr int kLanes = 8;  // of a 16-byte vector
+inline constexpr int kLanes = 8;  // per 16-byte vector
 
 /// Memory order of an operand. The elements of a strided operand are loaded one by one; in shared
 /// memory k is adjacent.
@@ -114,7 +116,7 @@ inline Order order_of(const Matrices& from, int64_t outer, int64_t depth, int64_
   return Order::strided;
 }
 
-/// The orders of A and B: both strided if one is, which saves instantiations.
+/// The orders of A and B. If one is strided, both are, which saves instantiations.
 struct Orders {
   Order a;
   Order b;
@@ -127,7 +129,7 @@ inline Orders orders_of(const Matmul& p) {
   return {a, b};
 }
 
-/// Bytes of a panel, whose rows are padded by a vector.
+/// Bytes of a panel. Each row is padded by one vector.
 constexpr int panel_bytes(Order order) {
   return 2 *
          (order == Order::outer_adjacent ? kDepth * (kSide + kLanes) : kSide * (kDepth + kLanes));
@@ -145,14 +147,14 @@ namespace simt {
 inline constexpr int kThreads = 256;
 inline constexpr int kGridSide = 16;  // threads along a side of the tile
 
-/// Sums per thread along each side. float64 has half as many, because they take twice the
-/// registers.
+/// Sums per thread along each side of the tile. float64 has half as many, because its sums take
+/// twice the registers.
 constexpr int sums_of(size_t bytes) { return bytes == 8 ? 4 : 8; }
 constexpr int tile_side(size_t bytes) { return sums_of(bytes) * kGridSide; }
 
 inline constexpr int kTileDepth = 8;
 inline constexpr int kPadding = 4;  // elements, so that adjacent k lie in different banks
-/// Bytes of a tile of an operand in shared memory, for sums of so many bytes.
+/// Bytes of a tile of an operand in shared memory. `bytes`: size of a sum.
 constexpr int panel_bytes(size_t bytes) {
   return kTileDepth * (tile_side(bytes) + kPadding) * static_cast<int>(bytes);
 }

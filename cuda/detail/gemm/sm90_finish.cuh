@@ -1,6 +1,6 @@
 #pragma once
 
-// The finishers of a product with an activation and a residual.
+// The epilogue of a product with an activation and a residual: the code of the finishers.
 
 #include "detail/gemm/sm90_strip.cuh"
 
@@ -51,7 +51,7 @@ __device__ __forceinline__ void finish_strip(const Parameters& p, const Strip<T>
   for (int i = 0; i < kItems; ++i) device::store(strip.item(i), values[i]);
 }
 
-/// The work of one finisher warp: every third strip of each multiplier's sums.
+/// The loop of one finisher warp: every third strip of each multiplier's sums.
 template <class T>
 __device__ __forceinline__ void finish(const Parameters& p, Shared<T>& shared, int finisher,
                                        int lane) {
@@ -86,9 +86,9 @@ __device__ __forceinline__ void finish(const Parameters& p, Shared<T>& shared, i
         strip.store_box_to(p.out);
       });
       close_stores();
-      // A multiplier's buffer is released once TMA has read it. TMA first serves the panels that
-      // were requested earlier, so the wait comes one buffer later: the first multiplier's buffer
-      // is released while the second's is finished.
+      // Releases the buffer of the previous multiplier once TMA has read it. TMA first serves the
+      // panels that were requested earlier, so waiting for the latest buffer here would take
+      // longer: the first multiplier's buffer is released while the second's is finished.
       if (multiplier > 0) {
         wait_until_read<1>();
         if (lane == 0) ::cuda::ptx::mbarrier_arrive(&shared.sums_empty[multiplier - 1]);

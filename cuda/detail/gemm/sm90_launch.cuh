@@ -6,7 +6,7 @@
 
 namespace torchkiln::gemm::sm90 {
 
-/// Sets the parameters that no epilogue changes. `half`: as in Parameters.
+/// Sets the parameters that all epilogues share. `half`: as in Parameters.
 template <class T>
 Status make_parameters(const Matmul& p, int64_t half, Parameters& parameters) {
   const Operand a = describe_a(p);
@@ -39,7 +39,7 @@ Status make_parameters(const Matmul& p, int64_t half, Parameters& parameters) {
   return {};
 }
 
-/// The grid: blocks that compute tiles until none is left.
+/// The grid of persistent blocks.
 template <class T>
 Grid grid_of(const Matmul& p, int multiprocessors) {
   static_assert(sizeof(Shared<T>) == kSharedBytes && kSharedBytes <= 227 * 1024);

@@ -1,6 +1,7 @@
 #pragma once
 
-// The roles of a product that do not depend on its epilogue: produce() and multiply().
+// The producer and the multipliers, whose code does not depend on the epilogue: produce() and
+// multiply().
 
 #include "detail/gemm/sm90_tile.cuh"
 #include "torchkiln/device/launch.cuh"
@@ -62,7 +63,7 @@ __device__ __forceinline__ void store_sums(T (&to)[kSlices][kSlice], const float
                                            int thread, const float (&sums)[wgmma::kSums]) {
   const int lane = thread % kWarpLanes;
   const int row = thread / kWarpLanes * 16 + lane % 16;
-  // Four blocks of 8 by 8 at a time: upper and lower, left and right.
+  // Stores four blocks of 8 by 8 sums at a time: upper and lower, left and right.
   constexpr int kColumnsAtOnce = 16;
 #pragma unroll
   for (int column = 0; column < kTileColumns; column += kColumnsAtOnce) {
@@ -122,11 +123,11 @@ __device__ __forceinline__ void multiply(const Parameters& p, Shared<T>& shared,
   uint32_t parity = 0;
   for (int index = blockIdx.x; index < p.tiles; index += gridDim.x) {
     const Tile tile = tile_at(p, index);
-    const float2 bias = load_bias<T>(p, tile, thread);  // used after the products
+    const float2 bias = load_bias<T>(p, tile, thread);  // in flight during the products
     const int last_stage = start_products<T, kMajorA, kMajorB>(ring, cursor, shared.a, shared.b,
                                                                multiplier, p.depth_steps, sums);
-    // Written while the last products run. This half was last read two tiles ago; every thread has
-    // passed a barrier since then.
+    // Stores the bias while the last products run. This half of the buffer was last read two tiles
+    // ago, and every thread has passed a barrier since.
     float* const own_bias = shared.bias[multiplier][parity];
     *reinterpret_cast<float2*>(own_bias + thread * 2) = bias;
     sync_multiplier(multiplier);
@@ -149,7 +150,7 @@ __device__ __forceinline__ void init_barriers(Shared<T>& shared) {
   StageRing<kStages>(shared.stages).init(kMultipliers);
 }
 
-/// The work of a thread of the kernel. finish(shared, finisher, lane) is the work of a finisher
+/// Runs the role of the calling thread. finish(shared, finisher, lane) is the loop of a finisher
 /// warp.
 template <class T, Major kMajorA, Major kMajorB, class Finish>
 __device__ __forceinline__ void run_roles(const Parameters& p, const Finish& finish) {

@@ -39,7 +39,7 @@ using namespace device;
 
 static_assert(kTileColumns == wgmma::kColumns && kTileRows == kMultipliers * wgmma::kRows);
 inline constexpr int kFinishers = 3;  // warps
-// Registers per thread. Every thread starts with 168: 3 x 168 = 2 x 200 + 104.
+// Registers per thread. A thread starts with 168, and 3 warpgroups x 168 = 2 x 200 + 104.
 inline constexpr int kOtherRegisters = 104;
 inline constexpr int kMultiplierRegisters = 200;
 
@@ -52,8 +52,8 @@ inline constexpr int kSlice = wgmma::kRows * kSliceColumns;
 inline constexpr int kSlices = kTileColumns / kSliceColumns;
 inline constexpr int kStripRows = 16;
 
-// Rows of tiles that are visited together: the blocks at work cover a nearly square part of the
-// result, whose rows of A and columns of B stay in L2.
+// Rows of tiles per group. Blocks visit tiles group by group, so that the blocks at work cover a
+// nearly square part of the result, whose rows of A and columns of B stay in L2.
 inline constexpr int kGroupRows = 8;
 
 template <class T>
@@ -76,7 +76,7 @@ struct Parameters {
   const void* residual;
   bool bias_is_float;
   bool keeps_preactivation;
-  bool repeats_a;  // one matrix for the whole batch
+  bool repeats_a;  // A is the same matrix for the whole batch
   bool repeats_b;
   Activation activation;
   float scale;
@@ -86,7 +86,7 @@ struct Parameters {
   int depth_steps;
   int tile_rows;
   int tile_columns;
-  int tiles;  // of all matrices
+  int tiles;  // tiles of all matrices
 };
 
 /// Waits for all threads of this multiplier.
@@ -94,14 +94,15 @@ __device__ __forceinline__ void sync_multiplier(int multiplier) {
   asm volatile("bar.sync %0, %1;" ::"r"(1 + multiplier), "n"(kWarpgroup) : "memory");
 }
 
-/// The first row of a block's tile, the first columns of its two panels of B, and its batch.
+/// The position of a block's tile: its first row, the first columns of its two panels of B, and its
+/// batch.
 struct Tile {
   int row;
   int column;
   int second;
   int batch;
 
-  /// Column c of the tile in the result.
+  /// The column in the result of column c of the tile.
   __device__ __forceinline__ int column_at(int c) const {
     return c < kPanelWidth ? column + c : second + c - kPanelWidth;
   }

@@ -28,7 +28,7 @@ struct StageBarriers {
   uint64_t empty[kStages];
 };
 
-/// The next stage, and the parity of its barriers' phase.
+/// A position in the ring: a stage, and the parity of its barriers' phase.
 template <int kStages>
 struct StageCursor {
   int stage = 0;
@@ -59,8 +59,8 @@ class StageRing {
     ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
   }
 
-  /// Producer: waits until the stage has been read, then announces the bytes to come. The first
-  /// round does not wait, because the phase before the first one counts as complete.
+  /// Producer: waits until the stage has been read, then announces the bytes to come. At first each
+  /// stage is free, because the phase before the first one counts as complete.
   __device__ __forceinline__ uint64_t* claim(const Cursor& cursor, uint32_t bytes) {
     wait_for_phase(&barriers_.empty[cursor.stage], cursor.parity ^ 1);
     uint64_t* full = &barriers_.full[cursor.stage];

@@ -1,6 +1,6 @@
 #pragma once
 
-// Common to the matmul kernels that run on every device: the tile of a block, and the epilogue.
+// The tile of a block, and the epilogue, for the matmul kernels that run on every device.
 
 #include "detail/gemm/plans.h"
 #include "torchkiln/device/launch.cuh"
@@ -10,8 +10,8 @@
 namespace torchkiln::gemm {
 using namespace device;
 
-/// Tiles of kRows by kColumns results, one per block. Blocks that run together cover a nearly
-/// square part of the result, whose rows of A and columns of B stay in L2.
+/// Assigns tiles of kRows by kColumns results to blocks, one each. Blocks that run together cover a
+/// nearly square part of the result, whose rows of A and columns of B stay in L2.
 template <int kRows, int kColumns>
 struct Tiles {
   static constexpr int64_t kGroupRows = 8;

@@ -1,8 +1,9 @@
 #pragma once
 
 // Tensor maps: descriptions of a tensor in memory, with which one thread requests a whole box of it
-// from the tensor memory accelerator (TMA) of compute capability 9.0. The driver encodes them; the
-// runtime looks up the driver's function, so that nothing links against the driver.
+// from the tensor memory accelerator (TMA) of compute capability 9.0. A function of the driver
+// encodes them. The CUDA runtime looks it up, so that no library has to be linked against the
+// driver.
 
 #include <cudaTypedefs.h>
 #include <cuda_bf16.h>
@@ -17,7 +18,7 @@
 
 namespace torchkiln::gemm {
 
-/// Offset in bytes of a 16-byte chunk from the start of its box.
+/// Offset in bytes of a 16-byte chunk from the start of its swizzled box.
 __device__ __forceinline__ int swizzled(int row, int chunk) {
   return row * kSwizzleBytes + ((chunk ^ (row % 8)) * 16);
 }
@@ -47,8 +48,8 @@ Status make_tensor_map(CUtensorMap& map, const MapShape& shape, int outer_box) {
                                 static_cast<cuuint64_t>(shape.batch_stride) * sizeof(T)};
   const cuuint32_t box[] = {kSwizzleBytes / sizeof(T), static_cast<cuuint32_t>(outer_box), 1};
   const cuuint32_t steps[] = {1, 1, 1};
-  // The driver needs a context. A new thread, such as one of autograd, has none before the runtime
-  // sets its device.
+  // The driver's function needs a context. A new thread, such as one of autograd, has none before
+  // the runtime sets its device.
   static thread_local const bool has_context = [] {
     int device = 0;
     return cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess;

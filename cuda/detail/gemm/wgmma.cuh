@@ -18,9 +18,8 @@ inline constexpr int kRows = 64;
 inline constexpr int kColumns = 256;
 inline constexpr int kDepth = 16;
 
-/// Sums per thread. Sums 4 c to 4 c + 3 belong to the columns from 8 c on: thread t of a warp has
-/// columns 8 c + 2 (t % 4) + {0, 1}, in row t / 4 for the first two sums and in row t / 4 + 8 for
-/// the other two. Warp w has the rows from 16 w on.
+/// Sums per thread. Thread t of warp w has sums 4 c to 4 c + 3 in columns 8 c + 2 (t % 4) + {0, 1}:
+/// the first two in row 16 w + t / 4, the other two 8 rows below.
 inline constexpr int kSums = kRows * kColumns / 128;
 
 /// The descriptor of an operand in a panel of swizzled rows of 128 bytes. It holds the distances
@@ -39,13 +38,13 @@ __device__ __forceinline__ uint64_t descriptor(const void* panel, uint32_t panel
   return kSwizzle128 | eight << 32 | across << 16 | ((address & 0x3ffff) >> 4);
 }
 
-/// Distance from one step of kDepth to the next, in the units of a descriptor.
+/// Distance from one step of kDepth elements of k to the next, in the units of a descriptor.
 template <Major kMajor>
 inline constexpr uint64_t kNextStep =
     (kMajor == Major::k ? kDepth * 2 : kDepth * kSwizzleBytes) >> 4;
 
-/// Call it before the first product of a batch: orders the product after earlier accesses to the
-/// sums.
+/// Orders the following products after earlier accesses to the sums. Call it before the first
+/// product of a batch.
 __device__ __forceinline__ void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 /// Closes a batch of products.
@@ -69,7 +68,7 @@ __device__ __forceinline__ void wait_all(float (&sums)[kSums]) {
 /// Computes sums = A B, plus the old sums if `add`.
 template <class T, Major kMajorA, Major kMajorB>
 __device__ __forceinline__ void multiply(float (&sums)[kSums], uint64_t a, uint64_t b, bool add) {
-  // The instruction lists every register, and its name contains the type.
+  // A macro, because the instruction lists all 128 registers and its name contains the type.
 #define EIGHT(i)                                                                             \
   "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3]), "+f"(sums[i + 4]), \
       "+f"(sums[i + 5]), "+f"(sums[i + 6]), "+f"(sums[i + 7])
@@ -101,7 +100,7 @@ __device__ __forceinline__ void multiply(float (&sums)[kSums], uint64_t a, uint6
 #undef EIGHT
 }
 
-/// Sets the registers per thread of the calling warpgroup. A warpgroup that copies releases
+/// Sets the registers per thread of the calling warpgroup. A warpgroup that only copies releases
 /// registers for the warpgroups that multiply.
 template <int kRegisters>
 __device__ __forceinline__ void decrease_registers() {
@@ -113,7 +112,7 @@ __device__ __forceinline__ void increase_registers() {
 }
 
 /// Stores four blocks of 8 by 8 half-precision elements, distributed over the lanes like the sums.
-/// Lane l gives the address of row l % 8 of block l / 8, or of column l % 8 if kTransposed.
+/// Lane l passes the address of row l % 8 of block l / 8, or of column l % 8 if kTransposed.
 template <bool kTransposed = false>
 __device__ __forceinline__ void store_blocks(void* row, const uint32_t (&blocks)[4]) {
   const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(row));

@@ -10,9 +10,9 @@
 //   chunk 1  | block (0, 1) | block (1, 1) |             chunks * threads_y-th row after it
 //      ...   +--------------+--------------+--
 //
-// The sums stay in registers, are added over ty in shared memory, and leave as one row of partial
-// sums per chunk. A second, short kernel adds the chunks in float64. There are no atomics: shape
-// and device fix the order of every addition.
+// The sums stay in registers, are added over ty in shared memory, and are written as one row of
+// partial sums per chunk. A second, short kernel adds the chunks in float64. There are no atomics:
+// shape and device fix the order of every addition.
 
 #include "detail/reduce/common.cuh"
 #include "torchkiln/device/warp.cuh"
@@ -21,7 +21,7 @@ namespace torchkiln::reduce {
 using namespace device;
 namespace columns {
 
-/// Calls body.begin(column, is_first, sum) if the body has it.
+/// Calls body.begin(column, is_first, sum) if the body has such a function.
 template <class Body, class Sums>
 __device__ __forceinline__ auto begin(Body& body, int64_t column, bool is_first, Sums& sum, int)
     -> decltype(body.begin(column, is_first, sum)) {
@@ -58,14 +58,15 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     for (; row + (kRows - 1) * step < plan.rows; row += kRows * step) {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) items[r] = body.load(row + r * step, column);
-      // Groups of rows are summed first: the rounding error grows with rows / kRows + kRows.
+      // Groups of kRows rows are summed first: the rounding error then grows with rows / kRows +
+      // kRows instead of rows.
       C group[kLanes] = {};
 #pragma unroll
       for (int r = 0; r < kRows; ++r) body.consume(items[r], row + r * step, column, group);
 #pragma unroll
       for (int i = 0; i < kLanes; ++i) sum[i] += group[i];
     }
-    // Fewer than kRows rows are left; their loads are in flight together, too.
+    // Fewer than kRows rows are left. Their loads are also issued before the first use.
 #pragma unroll
     for (int r = 0; r < kRows - 1; ++r) {
       if (row + r * step < plan.rows) items[r] = body.load(row + r * step, column);
@@ -77,8 +78,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
 
   __shared__ C shared[kThreads * kLanes];
-  // Tree over ty; of an odd number, the middle one waits. Adjacent tx use adjacent words, so that
-  // no two threads of a warp conflict in a bank.
+  // Adds the sums of all ty as a tree; with an odd number, the middle one is added in the next
+  // step. Adjacent tx use adjacent words, so that no two threads of a warp conflict in a bank.
   for (int count = plan.threads_y; count > 1; count = (count + 1) / 2) {
     const int half = (count + 1) / 2;
 #pragma unroll
@@ -103,21 +104,21 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
 }
 
-// 4 blocks per SM, and 9 loads in flight per thread: the partial sums of 132 blocks arrive
-// together.
+// 4 blocks per SM, and 9 loads in flight per thread, so that one step of loads has the partial sums
+// of 132 blocks.
 inline constexpr int kFinishThreads = 512;
 inline constexpr int kFinishLoads = 9;
 // Most threads that share a column: eight adjacent sums of float32 are a whole sector.
 inline constexpr int kMostSharing = 64;
 
-/// Adds the chunks, and the folded columns. `sharing` threads share the terms of a column. A grid
-/// of two rows finishes two results; the partial sums of the second result follow those of the
-/// first.
+/// Adds the partial sums of all chunks and of all folded columns. `sharing` threads share the terms
+/// of a column. With two rows of blocks, the grid finishes two results, and the partial sums of the
+/// second result follow those of the first.
 template <class C>
 __global__ void __launch_bounds__(kFinishThreads)
     finish(const C* partial, Plan plan, int sharing, Result result, Result second) {
   const int thread = static_cast<int>(threadIdx.x);
-  const int in_block = kFinishThreads / sharing;  // columns
+  const int in_block = kFinishThreads / sharing;  // columns per block
   const int share = thread / in_block;
   const int64_t outputs = plan.columns / plan.fold;
   const int64_t output = int64_t{blockIdx.x} * in_block + thread % in_block;
@@ -157,7 +158,7 @@ __global__ void __launch_bounds__(kFinishThreads)
 template <class C>
 Status queue_finish(const C* partial, const Plan& plan, const Result& result, const Result* second,
                     cudaStream_t stream) {
-  // With fewer terms than one round of loads per thread, fewer threads share a column.
+  // Fewer threads share a column if there are fewer terms than one step of their loads.
   int sharing = kMostSharing;
   while (sharing > 1 && plan.chunks * plan.fold <= kFinishLoads * (sharing / 2)) sharing /= 2;
   const int in_block = kFinishThreads / sharing;
@@ -168,7 +169,7 @@ Status queue_finish(const C* partial, const Plan& plan, const Result& result, co
                            second == nullptr ? result : *second);
 }
 
-/// Runs the body over the whole problem; writes the column sums, divided by `divisor`, to `out` as
+/// Runs the body over the whole problem. Writes the column sums, divided by `divisor`, to `out` as
 /// `dtype`. The plan must have been made for kBlocks blocks per SM.
 template <int kBlocks = kBlocksPerMultiprocessor, class Body>
 Status launch(const Body& body, const Plan& plan, Allocate allocate, void* out, Dtype dtype,

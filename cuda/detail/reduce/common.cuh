@@ -1,6 +1,6 @@
 #pragma once
 
-// Common to row sums and column sums: the offset of each row, and how results are stored.
+// The offsets of rows, and the stores of results, for row sums and column sums.
 
 #include "detail/reduce/plans.h"
 #include "torchkiln/core/workspace.h"
@@ -11,8 +11,8 @@
 namespace torchkiln::reduce {
 using namespace device;
 
-/// Offsets of the elements of a grid [outer, inner]. The grid has fewer than 2^31 elements unless
-/// outer or inner is 1.
+/// The offset of each element of a grid [outer, inner]. The grid has fewer than 2^31 elements
+/// unless outer or inner is 1.
 class Offsets {
  public:
   Offsets() = default;
@@ -60,7 +60,7 @@ struct Result {
   }
 
  private:
-  // Converts double directly: a conversion by way of float would round twice.
+  // Converts double directly, because a conversion by way of float rounds twice.
   static __device__ __forceinline__ __half to_half(float value) { return __float2half_rn(value); }
   static __device__ __forceinline__ __half to_half(double value) { return __double2half(value); }
   static __device__ __forceinline__ __nv_bfloat16 to_bfloat16(float value) {

@@ -2,13 +2,14 @@
 
 namespace torchkiln::reduce {
 
-/// Count, mean and sum of the squared distances to the mean.
+/// The moments of numbers: count, mean, and sum of the squared distances from the mean.
 struct Moments {
   double count;
   double mean;
   double squares;
 
-  /// From sums of the distances to `origin`, which is one of the numbers, and of their squares.
+  /// Converts sums of the distances from `origin`, which is one of the numbers, and of the squares
+  /// of these distances.
   static __device__ __forceinline__ Moments from_sums(double count, double origin, double sum,
                                                       double squares) {
     if (count == 0) return {};

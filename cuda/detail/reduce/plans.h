@@ -14,10 +14,11 @@
 namespace torchkiln::reduce {
 using namespace device;
 
-/// The number of parts, at most `most`, that each of `tasks` equal pieces of work is split into, so
+/// The number of parts per task. `tasks` equal tasks are split into at most `most` parts each, so
 /// that the blocks fill at least 90 % of their waves if possible: 1.1 waves take as long as 2.
+/// `wave`: blocks that run at the same time.
 inline int64_t parts_filling_waves(int64_t tasks, int64_t most, int64_t wave) {
-  constexpr int64_t kMaxWaves = 8;  // with more, the unused part of the last wave is small anyway
+  constexpr int64_t kMaxWaves = 8;  // with more, the last wave is a small share
   int64_t parts = 1;
   for (int64_t waves = 1; waves <= kMaxWaves; ++waves) {
     parts = waves * wave / tasks;
@@ -30,26 +31,28 @@ inline int64_t parts_filling_waves(int64_t tasks, int64_t most, int64_t wave) {
 namespace columns {
 
 inline constexpr int kThreads = 256;
-// Threads along a row: one warp reads 512 bytes of it at a time. The other warps of the block take
-// other rows, whose sums are added in shared memory, not as further partial sums.
+// Threads along a row: one warp, which reads 512 bytes of it at a time. The other warps of the
+// block read other rows. Their sums are added in shared memory and need no further partial sums.
 inline constexpr int kThreadsX = 32;
-// Fewest threads along a row, in narrow tiles for few rows: 128 bytes are a whole cache line.
+// Fewest threads along a row. Tiles are that narrow if there are few rows; 128 bytes are a cache
+// line.
 inline constexpr int kMinThreadsX = 8;
-// With fewer rows per thread, the partial sums cost more than the parallelism gains.
+// Fewest rows per thread. With fewer, the partial sums take more time than further blocks save.
 inline constexpr int kMinRows = 4;
-// Up to this many rows per thread one chunk is enough: two or three rounds of loads take less time
-// than a second kernel.
+// Most rows per thread with a single chunk: two or three steps of loads take less time than a
+// second kernel.
 inline constexpr int kSinglePassRows = 16;
-// Blocks per SM: 2 x 256 threads x 8 loads x 16 B = 64 KiB in flight. A third block does not fit
-// the registers and would run as a second wave.
+// Blocks per SM: 2 x 256 threads x 8 loads x 16 B = 64 KiB in flight. A third block would exceed
+// the registers of an SM and run as a second wave.
 inline constexpr int kBlocksPerMultiprocessor = 2;
 
-/// How a [rows, columns] problem is split. Depends only on shape, vector width and device.
+/// The distribution of a [rows, columns] problem over threads and blocks. Depends only on shape,
+/// vector width and device.
 struct Plan {
   int threads_x;   // threads along a row
   int threads_y;   // rows that a block reads at a time; threads_x * threads_y <= kThreads
   int64_t tiles;   // blocks along a row
-  int64_t chunks;  // blocks along the rows; each leaves one row of partial sums
+  int64_t chunks;  // blocks that share the rows; each writes one row of partial sums
   int64_t rows;
   int64_t columns;
   // If fold > 1, a row of the problem is made of `fold` consecutive shorter rows of `period`
@@ -66,18 +69,20 @@ inline Plan make_plan(int64_t rows, int64_t columns, int lanes, int blocks, cons
   const int64_t wave = int64_t{device.multiprocessors} * blocks;
   const int64_t vectors = ceil_div(columns, lanes);
   int64_t threads_x = kThreadsX;
-  // Few rows, and columns enough for every SM: all threads along the row, each with the loads of
-  // its rows in flight, and no sums in shared memory.
+  // If there are few rows, and enough columns for every SM, all threads are along the row. Each has
+  // the loads of all its rows in flight, and no sums are added in shared memory.
   while (threads_x < kThreads && rows < kSinglePassRows * (kThreads / threads_x) &&
          vectors >= 2 * threads_x * wave) {
     threads_x *= 2;
   }
   plan.tiles = threads_x == kThreads ? ceil_div(vectors, threads_x) : vectors / threads_x;
   if (plan.tiles < 1) plan.tiles = 1;
-  // Equal tiles: 33 vectors are one tile of 33, not a tile of 32 and one with a single vector.
+  // Tiles of equal width: 33 vectors become one tile of 33, not a tile of 32 and one of a single
+  // vector.
   plan.threads_x = static_cast<int>(ceil_div(vectors, plan.tiles));
   plan.threads_y = kThreads / plan.threads_x;
-  // Too few rows for several chunks: narrower tiles occupy more SMs, with fewer rows per thread.
+  // With too few rows for several chunks, narrower tiles occupy more SMs, with fewer rows per
+  // thread.
   while (rows > plan.threads_y && rows <= int64_t{plan.threads_y} * kSinglePassRows &&
          plan.threads_x >= 2 * kMinThreadsX && plan.tiles * 2 <= wave) {
     plan.tiles *= 2;
@@ -103,38 +108,40 @@ namespace rows {
 inline constexpr int kThreads = 256;
 // Loads in flight per thread.
 inline constexpr int kLoads = 8;
-// Resident blocks per SM: 4 x 256 threads x 8 loads x 16 B = 128 KiB in flight, three times what
-// hides the latency.
+// Resident blocks per SM: 4 x 256 threads x 8 loads x 16 B = 128 KiB in flight, three times as much
+// as the latency requires.
 inline constexpr int kBlocksPerMultiprocessor = 4;
 // Rows in flight per thread of a packed kernel.
 inline constexpr int kPackedRows = 8;
 inline constexpr int kTileBytes = 16 * 1024;
-// Longest row of a staged tile of 16 KiB: at least 16 of 256 threads sum it.
+// Longest row of a staged tile of 16 KiB. Such a tile has 16 rows, so 16 of 256 threads share a
+// row.
 inline constexpr int kStagedRowBytes = kTileBytes / 16;
-// Smallest staged tile: a quarter of the threads load a vector.
+// Smallest staged tile. A quarter of the threads load one vector each.
 inline constexpr int kFewestTileBytes = 1024;
-// Bytes of a row per thread if there are many rows: its loads are all in flight together. Longer
-// shares per thread would let some SMs finish their last rows late.
+// Bytes of a row per thread if there are many rows, so that all loads of a row are in flight
+// together. With more bytes per thread, some SMs would finish their last rows late.
 inline constexpr int kThreadRowBytes = kLoads * kVectorBytes;
-// Below 2 KiB, half of a 256-thread block would have no load: such rows get a warp.
+// Shortest row that a block sums. In shorter rows, half of its 256 threads would have no load, so a
+// warp sums them.
 inline constexpr int kBlockRowBytes = 2 * 1024;
 // Longest row that one block sums. Longer rows are split into parts of at least kMinPartBytes, and
-// a second kernel adds the parts.
+// a second kernel adds the sums of the parts.
 inline constexpr int64_t kSinglePassBytes = 64 * 1024;
 inline constexpr int64_t kMinPartBytes = 16 * 1024;
 
 enum class Kind { packed_vectors, packed_elements, staged, warp_per_row, block_per_row };
 
-/// How rows are summed. Depends only on shape, strides, alignment and device.
+/// The distribution of rows over threads. Depends only on shape, strides, alignment and device.
 struct Plan {
   Kind kind;
   int threads = kThreads;  // per block
   int64_t parts = 1;       // per row
   int64_t part_length = 0;
-  int64_t tile = 0;  // staged rows of a block
+  int64_t tile = 0;  // staged rows per block
 };
 
-/// A grid [outer, inner] of rows, with a stride of `in` along each dimension.
+/// A grid [outer, inner] of rows in `in`, with a stride for each dimension.
 struct Shape {
   const void* in;
   int64_t size_of_element;
@@ -154,7 +161,7 @@ struct Shape {
                            {length, outer == 1 ? 0 : outer_stride, inner == 1 ? 0 : inner_stride});
   }
 
-  /// Elements from each row to the next one; 0 unless they are evenly spaced.
+  /// Elements from each row to the next one; 0 if the distances differ.
   int64_t pitch() const { return outer == 1 ? inner_stride : inner == 1 ? outer_stride : 0; }
 
   /// Whether each row begins where the previous one ends.
@@ -178,7 +185,7 @@ inline int64_t rows_of_tile(const Shape& shape, const Device& device) {
 inline Plan make_plan(const Shape& shape, const Device& device) {
   const int64_t multiprocessors = device.multiprocessors;
   const int64_t bytes = shape.length * shape.size_of_element;
-  // Few rows stay unpacked if they are dense: with eight rows per thread most SMs would be idle.
+  // Few rows are not packed if they are dense: with eight rows per thread most SMs would be idle.
   const bool packs = shape.in_vectors() && bytes <= kWarpLanes * kVectorBytes;
   const bool many = shape.count() >= multiprocessors * kPackedRows * 8;
   if (packs && (many || !shape.is_dense())) return {Kind::packed_vectors};

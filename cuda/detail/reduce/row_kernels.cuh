@@ -20,8 +20,8 @@ struct Rows {
   int64_t stride;
 };
 
-/// Packed rows: `team` lanes, a power of two, sum a row of at most `team` vectors of kLanes
-/// elements.
+/// Sums packed rows. A row has at most `team` vectors of kLanes elements, one for each of `team`
+/// lanes; `team` is a power of two.
 template <class T, class C, int kLanes>
 __global__ void __launch_bounds__(kThreads) packed(Rows<T> rows, int team, Result result) {
   wait_for_previous_kernel();
@@ -48,8 +48,8 @@ __global__ void __launch_bounds__(kThreads) packed(Rows<T> rows, int team, Resul
   }
 }
 
-/// Staged rows: a block copies `tile` consecutive rows, which are `pitch` elements apart, with the
-/// gaps between them, and `team` lanes sum each row.
+/// Sums staged rows. A block copies `tile` consecutive rows, `pitch` elements apart, together with
+/// the gaps between them. Then `team` lanes sum each row.
 template <class T, class C>
 __global__ void __launch_bounds__(kThreads)
     staged(Rows<T> rows, int tile, int pitch, int team, Result result) {
@@ -60,8 +60,8 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t first = int64_t{blockIdx.x} * tile;
   const int count = static_cast<int>(min(int64_t{tile}, rows.count - first));
   const T* from = rows.in + first * pitch;
-  // The copy has the same offset from a 16-byte boundary as `from`, so that vectors go from
-  // boundary to boundary.
+  // The copy begins at the same offset from a 16-byte boundary as `from`, so that vectors of both
+  // are aligned.
   const int past = static_cast<int>(reinterpret_cast<uintptr_t>(from) / sizeof(T) % kLanes);
   T* to = reinterpret_cast<T*>(memory) + past;
   const int elements = (count - 1) * pitch + length;
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
 
   const int rank = threadIdx.x % team;
-  // The whole block stays in the loop, because reduce_warp() needs all lanes.
+  // All threads of the block run the same iterations, because reduce_warp() needs all lanes.
   for (int base = 0; base < count; base += kThreads / team) {
     const int row = base + static_cast<int>(threadIdx.x) / team;
     C sum = 0;
@@ -99,12 +99,13 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// Blocks per SM. Only narrower elements summed in float64 need more registers.
+/// Blocks per SM. The sums need more registers only for narrower elements that are summed in
+/// float64.
 template <class T, class C>
 inline constexpr int kBlocksThatFit = sizeof(C) > sizeof(Compute<T>) ? kBlocksPerMultiprocessor / 2
                                                                      : kBlocksPerMultiprocessor;
 
-/// One warp per row.
+/// Sums one row per warp.
 template <class T, class C, bool kAdjacent>
 __global__ void __launch_bounds__(kThreads, kBlocksThatFit<T, C>)
     warp_per_row(Rows<T> rows, Result result) {
@@ -118,7 +119,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksThatFit<T, C>)
   if (rank == 0) result.store(row, total);
 }
 
-/// One block per row or, if plan.parts > 1, per part of a row.
+/// Sums one row per block or, if plan.parts > 1, one part of a row.
 template <class T, class C, bool kAdjacent>
 __global__ void __launch_bounds__(kThreads, kBlocksThatFit<T, C>)
     block_per_row(Rows<T> rows, Plan plan, double* partial, Result result) {
@@ -137,7 +138,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksThatFit<T, C>)
   }
 }
 
-/// One block per row adds the parts of the row.
+/// Adds the sums of a row's parts, one row per block.
 template <int = 0>
 __global__ void __launch_bounds__(kThreads)
     finish(const double* partial, int64_t parts, Result result) {

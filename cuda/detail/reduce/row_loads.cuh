@@ -1,6 +1,6 @@
 #pragma once
 
-// How the threads of a team load and add the elements of a row.
+// Loads and sums of the elements of a row, by the threads of a team.
 
 #include "detail/reduce/plans.h"
 #include "torchkiln/device/vec.cuh"
@@ -26,7 +26,7 @@ __device__ __forceinline__ C tree_sum(C (&sum)[N]) {
   return sum[0];
 }
 
-/// The sum of a thread's elements of a row whose elements are `stride` apart.
+/// The sum of the elements of a row that belong to this thread. Elements are `stride` apart.
 template <class C, class T>
 __device__ __forceinline__ C thread_sum_strided(const T* row, int64_t stride, int64_t length,
                                                 int rank, int team) {
@@ -46,8 +46,8 @@ __device__ __forceinline__ C thread_sum_strided(const T* row, int64_t stride, in
   return sum;
 }
 
-/// The sum of a thread's elements of a row of adjacent elements, read in vectors. The elements
-/// before the first 16-byte boundary and after the last one are read singly, at most one each per
+/// The sum of the elements of a row that belong to this thread, read in vectors. Elements before
+/// the first 16-byte boundary and after the last one are read one by one, at most one of each per
 /// thread.
 template <class C, class T>
 __device__ __forceinline__ C thread_sum_vectors(const T* row, int64_t length, int rank, int team) {
@@ -55,8 +55,8 @@ __device__ __forceinline__ C thread_sum_vectors(const T* row, int64_t length, in
   const int64_t head = min(length, int64_t{(kLanes - elements_past_boundary(row)) % kLanes});
   const int64_t vectors = (length - head) / kLanes;
   const int64_t tail = head + vectors * kLanes;
-  // In flight together with the vectors: the first threads read the head, the last threads the
-  // tail.
+  // The single elements are in flight together with the vectors. The first threads read the head,
+  // the last threads the tail.
   C edge = 0;
   if (rank < head) edge = widened<C>(row[rank]);
   if (team - 1 - rank < length - tail) edge += widened<C>(row[tail + (team - 1 - rank)]);
@@ -69,8 +69,8 @@ __device__ __forceinline__ C thread_sum_vectors(const T* row, int64_t length, in
 #pragma unroll
     for (int k = 0; k < kLoads; ++k)
       items[k] = load_vector<kLanes>(body + (at + int64_t{k} * team) * kLanes);
-    // Sums kLoads vectors first: the rounding error grows with the vectors of a thread / kLoads +
-    // kLoads.
+    // Sums groups of kLoads vectors first. The rounding error then grows with n / kLoads + kLoads
+    // for n vectors per thread.
 #pragma unroll
     for (int i = 0; i < kLanes; ++i) {
       C group = widened<C>(items[0].lane[i]);

@@ -5,7 +5,7 @@
 //   packed          rows of up to 32 vectors: a row takes as many lanes of a warp as it has vectors
 //   staged          short rows, with small gaps or none, that are not whole vectors: a block copies
 //                   many of them to shared memory in vectors, and sums them there
-//   warp_per_row,   longer rows. If several blocks share a row, each leaves a partial sum for a
+//   warp_per_row,   longer rows. If several blocks share a row, each writes a partial sum for a
 //   block_per_row   second, short kernel
 //
 // A thread sums in type C, a block in float64. With an H200-sized grid a thread adds fewer than
@@ -33,7 +33,7 @@ Status queue(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStr
   return launch_overlapped(kernel, grid, stream, arguments...);
 }
 
-/// Writes the sum of each row, divided by the divisor, in the order of the grid [outer, inner].
+/// Writes the sum of each row, divided by result.divisor, in the order of the grid [outer, inner].
 template <class T, class C>
 Status launch(const Shape& shape, const Plan& plan, Allocate allocate, const Result& result,
               cudaStream_t stream) {

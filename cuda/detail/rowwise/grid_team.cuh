@@ -1,6 +1,6 @@
 #pragma once
 
-// Rows that are split among many blocks of a grid, for rows longer than a cluster holds:
+// Rows that are split among many blocks of a grid, because they are longer than a cluster can hold:
 //
 //                   block 0    block 1    block 2            the blocks of one team
 //   rows of     +----------+----------+----------+--
@@ -10,11 +10,11 @@
 //   step i      sums over the slab, publish()
 //   step i - 1  collect() the sums of all blocks, read the slab again, write results
 //
-// The second read of a slab hits a cache if the slabs of two steps fit there. The exchange takes no
-// time of its own: the sums of step i - 1 arrive while those of step i are computed. There are no
+// The second read of a slab hits a cache if the slabs of two steps fit there. The exchange is
+// hidden: the sums of step i - 1 arrive while the sums of step i are computed. There are no
 // atomics: a block writes its own slots, and the slots of a row are added in a fixed order.
 //
-// Blocks wait for each other, so all must be resident: such a launch is cooperative.
+// Blocks wait for each other, so all of them must be resident: the launch is cooperative.
 
 #include "detail/rowwise/team.cuh"
 #include "torchkiln/core/workspace.h"
@@ -25,7 +25,7 @@ using namespace device;
 
 inline constexpr int kGridWarps = kGridThreads / kWarpLanes;
 
-/// The launch of a plan.
+/// The grid of a plan.
 inline Grid make_grid(const GridPlan& plan) {
   const dim3 blocks(static_cast<unsigned>(plan.blocks), static_cast<unsigned>(plan.teams));
   Grid grid{blocks, dim3(kGridThreads)};
@@ -33,9 +33,9 @@ inline Grid make_grid(const GridPlan& plan) {
   return grid;
 }
 
-/// The calling thread's view of its team. kRows: rows per thread and step. kSplit: a team has
-/// several blocks, and all threads of a block have the same row. Otherwise a block has whole rows,
-/// and several short ones at a time.
+/// A team, as seen by the calling thread. kRows: rows per thread and step. kSplit: a team has
+/// several blocks, and all threads of a block have the same row. Otherwise a team is one block,
+/// which has whole rows, and several short rows at a time.
 template <int kRows, bool kSplit>
 class GridTeam {
  public:
@@ -54,23 +54,24 @@ class GridTeam {
   /// The block's index in its team, and whether it has the end of each row.
   __device__ __forceinline__ int block() const { return block_; }
   __device__ __forceinline__ bool is_last_block() const { return block_ == plan_.blocks - 1; }
-  /// Threads per row in a block, and the thread's rank among them.
+  /// Threads per row in a block, and the index of the calling thread among them.
   __device__ __forceinline__ int row_threads() const {
     return kSplit ? kGridThreads : 1 << plan_.log_threads;
   }
   __device__ __forceinline__ int thread() const { return thread_; }
-  /// Rows that a block reads at a time, and which of them the thread has.
+  /// Rows that a block reads at a time, and the index among them of the thread's row.
   __device__ __forceinline__ int block_rows() const {
     return kSplit ? 1 : kGridThreads >> plan_.log_threads;
   }
   __device__ __forceinline__ int row_in_block() const { return row_in_block_; }
-  /// The vectors of the slab, counted as in a row that begins at a 16-byte boundary.
+  /// The first vector of the slab, and the vector after its last one. Vectors are counted as in a
+  /// row that begins at a 16-byte boundary.
   __device__ __forceinline__ int begin() const { return begin_; }
   __device__ __forceinline__ int end() const { return end_; }
   /// The column after the slab.
   __device__ __forceinline__ int end_column() const { return min(columns_, end_ * lanes_); }
 
-  /// Row r of a thread in a step.
+  /// The row of a thread in a step, for 0 <= r < kRows.
   __device__ __forceinline__ int64_t row(int64_t step, int r, int row_in_block) const {
     const int64_t group = (step >> plan_.log_stride) * kRows + r;
     const int64_t first = (group << plan_.log_stride) + (step & ((1 << plan_.log_stride) - 1));
@@ -80,8 +81,8 @@ class GridTeam {
     return row(step, r, row_in_block_);
   }
 
-  /// Prefetches the rows of a step of a tensor into L2, from vector `first` of the slab on: a line
-  /// per thread.
+  /// Prefetches the rows of a step of a tensor into L2, from vector `first` of the slab on. Each
+  /// thread prefetches one line.
   template <class T>
   __device__ __forceinline__ void prefetch(const T* data, int64_t stride, int64_t rows,
                                            int64_t step, int first) const {
@@ -106,7 +107,7 @@ class GridTeam {
   int end_;
 };
 
-/// A merge that adds the values of the lanes of a warp. `lanes`: as in reduce_warp().
+/// The merge of values that are added, over the lanes of a warp. `lanes`: as in reduce_warp().
 struct AddValues {
   template <class C, int kPerLane, int kValues>
   __device__ __forceinline__ void operator()(const C (&values)[kPerLane][kValues],
@@ -121,8 +122,8 @@ struct AddValues {
   }
 };
 
-/// Values of rows that the blocks of a team exchange through global memory. All bits of a slot are
-/// set until its value is published.
+/// The values that the blocks of a team exchange through global memory, for each row. Until a value
+/// is published, all bits of its slot are set.
 template <class C, int kValues>
 class RowExchange {
   static_assert(kValues == 1 || kValues == 2 || (kValues == 4 && sizeof(C) == 4),
@@ -136,13 +137,13 @@ class RowExchange {
     Values published;
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
-      const C nan = C(__int_as_float(0x7fffffff));  // NaN with a clear bit
+      const C nan = C(__int_as_float(0x7fffffff));  // NaN with one bit clear, unlike an empty slot
       published.lane[i] = values[i] == values[i] ? values[i] : nan;
     }
     store_shared(slot(row, block), published);
   }
 
-  /// Waits for the values of all blocks, and merges them; all lanes of the warp get the result.
+  /// Waits for the values of all blocks, and merges them. All lanes of the warp get the result.
   template <class Merge>
   __device__ __forceinline__ void collect(int64_t row, C (&result)[kValues],
                                           const Merge& merge) const {
@@ -228,7 +229,7 @@ class RowExchange {
   int blocks_;
 };
 
-/// Merges the values of the warps of a block; all lanes of the calling warp get the result.
+/// Merges the values of the warps of a block. All lanes of the calling warp get the result.
 template <class C, int kValues, int kParts, class Merge>
 __device__ __forceinline__ void merge_warps(const C (&parts)[kValues][kParts], C (&result)[kValues],
                                             const Merge& merge) {
@@ -239,7 +240,7 @@ __device__ __forceinline__ void merge_warps(const C (&parts)[kValues][kParts], C
   merge(values, result, kGridWarps);
 }
 
-/// Memory for a RowExchange between the `blocks` of each team, with empty slots.
+/// Allocates the slots of a RowExchange among `blocks` blocks per team, and marks them as empty.
 template <class C>
 Status allocate_exchange(int64_t rows, int values, int blocks, Allocate allocate,
                          cudaStream_t stream, C*& slots) {

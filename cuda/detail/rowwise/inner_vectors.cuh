@@ -1,7 +1,7 @@
 #pragma once
 
-// Vectors of rows that begin anywhere. Vectors are written at the 16-byte boundaries of the row of
-// a result, and the same elements are read from rows with any other offset:
+// Vectors of rows with any alignment. Vectors are stored at the 16-byte boundaries of the row of a
+// result. The same elements are loaded from rows with any other offset:
 //
 //   memory   |   16 B    |   16 B    |   16 B    |   16 B    |
 //   result            h h v v v v v v v v v v v v t            head, InnerVectors, tail
@@ -13,13 +13,14 @@
 namespace torchkiln::rowwise {
 using namespace device;
 
-/// A row in whole 16-byte vectors, between up to 2 kLanes - 2 single elements at its edges.
+/// The inner part of a row, in whole 16-byte vectors. Up to 2 kLanes - 2 single elements remain at
+/// the two edges.
 template <class T>
 struct InnerVectors {
   static constexpr int kLanes = kVectorLanes<T>;
 
   int head;   // elements before the first vector
-  int count;  // of vectors
+  int count;  // number of vectors
   int edges;  // elements before and after the vectors
 
   __device__ __forceinline__ InnerVectors(const T* row, int columns)
@@ -33,8 +34,8 @@ struct InnerVectors {
   }
 };
 
-/// N adjacent elements that may begin anywhere, cut out of the aligned vectors around them. The
-/// loads are in flight until read(). A launch may overwrite the elements only after all its reads.
+/// N adjacent elements of any alignment, extracted from the aligned vectors around them. The loads
+/// are in flight until read(). A launch may overwrite the elements only after all its reads.
 template <class T, int N>
 class PendingElements {
  public:
@@ -42,7 +43,8 @@ class PendingElements {
     past_ = elements_past_boundary(from);
 #pragma unroll
     for (int part = 0; part <= kWhole; ++part) {
-      // Not the vector after the last element, which may lie outside of the tensor's memory.
+      // Skips a vector that begins after the last element, because it may lie outside of the
+      // tensor's memory.
       if (part < kWhole || past_ + N > kWhole * kEach)
         parts_[part] = __ldg(reinterpret_cast<const uint4*>(from - past_) + part);
     }
@@ -74,7 +76,7 @@ class PendingElements {
   static constexpr int kWhole = (N + kEach - 1) / kEach;
 
   uint4 parts_[kWhole + 1];
-  int past_;  // elements of parts_[0] before the first one
+  int past_;  // elements of parts_[0] before the first element
 };
 
 template <class T>
@@ -90,7 +92,7 @@ class PendingElements<T, 1> {
   T element_;
 };
 
-/// Loads N adjacent elements, which begin anywhere.
+/// Loads N adjacent elements of any alignment.
 template <class T, class C, int N>
 __device__ __forceinline__ void load_elements(const T* from, C (&values)[N]) {
   PendingElements<T, N> elements;

@@ -1,7 +1,7 @@
 #pragma once
 
-// Sums of exponentials relative to a running maximum, so that none overflows. Each thread keeps its
-// own maximum; merging two sums rescales them to the larger one.
+// Sums of exponentials relative to a running maximum, so that none overflows. Each thread has its
+// own maximum; a merge of two sums rescales both to the larger maximum.
 
 #include "detail/rowwise/team.cuh"
 #include "torchkiln/core/scalar_math.h"
@@ -28,20 +28,20 @@ struct SumOfExponentials {
     for (int i = 2; i < N; ++i) a[i] += b[i];
   }
 
-  /// The number that exponents are relative to: 0 if there was nothing but -infinity.
+  /// The number that is subtracted from exponents: the maximum, or 0 if that is -infinity.
   template <class C>
   static __device__ __forceinline__ C reference(C largest) {
     return largest == -C(INFINITY) ? C(0) : largest;
   }
   /// Converts a sum of exponentials relative to `from` into one relative to `to`. A sum relative to
-  /// -infinity stays as it is: all of its terms are 0.
+  /// -infinity is returned unchanged: all of its terms are 0.
   template <class C>
   static __device__ __forceinline__ C rescaled(C sum, C from, C to) {
     return from == to || from == -C(INFINITY) ? sum : sum * Math::exp(from - reference(to));
   }
 };
 
-/// The largest element of some vectors; NaN only if all are NaN.
+/// The largest element of all vectors; NaN only if all elements are NaN.
 template <class C, class T, int N, int kItems>
 __device__ __forceinline__ C max_of(const Vec<T, N> (&items)[kItems]) {
   Vec<T, N> most = items[0];

@@ -1,7 +1,7 @@
 #pragma once
 
 // The elements of a long row that a thread holds in registers. Vectors lie at the 16-byte
-// boundaries of the row of results; the rows that are read begin anywhere.
+// boundaries of the row of results; the rows that are read may have any alignment.
 
 #include "detail/rowwise/inner_vectors.cuh"
 #include "torchkiln/device/warp.cuh"
@@ -20,7 +20,7 @@ class PartTile {
   static constexpr int kVectors = kVectors_;
   static constexpr int kItems = kVectors + 1;
 
-  /// rank: of the thread among the `size` threads of the row.
+  /// `rank`: the index of the thread among the `size` threads of the row.
   __device__ __forceinline__ PartTile(const T* results, int columns, int rank, int size)
       : vectors_(results, columns), rank_(rank), size_(size) {}
 
@@ -35,7 +35,7 @@ class PartTile {
     return lane < lanes(k) && has_any(k);
   }
 
-  /// How many elements the threads of the calling warp have.
+  /// The number of elements that the threads of the calling warp hold.
   __device__ __forceinline__ int count_of_warp() const {
     const int first = rank_ / kWarpLanes * kWarpLanes;
     int count = min(max(vectors_.edges - first, 0), kWarpLanes);

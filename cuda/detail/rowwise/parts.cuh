@@ -1,16 +1,16 @@
 #pragma once
 
-// Rows that are longer than a team holds, cut into parts. A block has one part in one of two
-// phases:
+// Rows that do not fit in the registers of a team, cut into parts. There are two blocks per part,
+// one for each phase:
 //
 //   even blocks   part i          reduce it; the last of a row's blocks merges the parts
 //   odd blocks    part i - lag    wait for the merged values, read the part again, write results
 //
-// The lag is long enough for the values to be there, and short enough for the second read to hit
-// L2, if a row fits there. GPUs start blocks in the order of their index, as CUB's scans assume,
-// too. An even block never waits, so an odd one waits for blocks that run or have finished,
-// whatever else occupies the device. Parts are merged in a fixed order: results do not depend on
-// the order of arrival.
+// The lag is long enough for the merged values to be ready, and short enough for the second read to
+// hit L2, if a row fits there. GPUs start blocks in the order of their index, which CUB's scans
+// assume, too. An even block never waits. An odd block waits only for blocks that run or have
+// finished, whatever else occupies the device. Parts are merged in a fixed order: results do not
+// depend on the order of arrival.
 
 #include <cuda/atomic>
 
@@ -43,7 +43,7 @@ Status allocate_part_values(const PartPlan& plan, int values, Allocate allocate,
   return status_of(cudaMemsetAsync(found.progress, 0, bytes, stream));
 }
 
-/// Row: the elements of a row that one thread holds, in a PartTile.
+/// Computes rows in parts. Row: the elements of a row that one thread holds, in a PartTile.
 ///   load()                requests the elements
 ///   reduce(team, values)  kValues values, combined over the warp; Op combines the warps' values
 ///   write(values)         results, from the values of the whole row
@@ -105,7 +105,8 @@ __global__ void __launch_bounds__(kPartThreads, kBlocks)
   progress.store(merged, ::cuda::memory_order_release);
 }
 
-/// Queues rows_in_parts. kBlocks: per SM; 4 have 64 registers per thread, 3 have 80.
+/// Queues rows_in_parts. kBlocks: blocks per SM; with 4 a thread has 64 registers, with 3 it has
+/// 80.
 template <class Row, int kBlocks>
 Status launch_in_parts(const typename Row::Problem& p, const PartPlan& plan, Allocate allocate,
                        CUstream_st* stream) {

@@ -18,8 +18,8 @@
 namespace torchkiln::rowwise {
 using namespace device;
 
-/// A team's rows of kStreams tensors: kItems vectors per thread and row, and kStages rows in shared
-/// memory or in flight. A block has at most kThreads threads.
+/// A team's rows of kStreams tensors. A thread has kItems vectors per row; kStages rows are in
+/// shared memory or in flight. A block has at most kThreads threads.
 template <class Access, int kItems, int kStreams, int kStages, int kThreads>
 class RowPipeline : public RowTile<Access, kItems> {
  public:
@@ -45,14 +45,14 @@ class RowPipeline : public RowTile<Access, kItems> {
     }
   }
 
-  /// Sets the rows of a stream: the team's first row, the stride between rows, and the number of
-  /// rows between two of the team's rows.
+  /// Sets the rows of a stream: the team's first row, the stride in elements between rows, and
+  /// `step`, the number of rows from one row of the team to the next.
   __device__ __forceinline__ void start(int stream, const T* row, int64_t stride, int64_t step) {
     next_[stream] = row + column(0);
     row_step_[stream] = step * stride;
     add_stride(stride);
   }
-  /// Takes a row stride of start() or load() into account for can_overread().
+  /// Includes the row stride of a call of start() or load() in can_overread().
   __device__ __forceinline__ void add_stride(int64_t stride) {
     edge_rows_ = max(edge_rows_, Access::edge_rows(stride));
   }
@@ -61,9 +61,9 @@ class RowPipeline : public RowTile<Access, kItems> {
     return Access::kAligned || (row >= edge_rows_ && row + edge_rows_ < rows);
   }
 
-  /// Starts to copy the team's next row of every stream, the tensor's row `row` of `rows`, if there
-  /// is one. Copies whole vectors where they stay inside the tensor; wait() clears the lanes that
-  /// belong to a neighbouring row.
+  /// Starts to copy the team's next row from every stream, if there is one. It is row `row` of the
+  /// `rows` rows of the tensors. Copies whole vectors as long as they are inside the tensor; wait()
+  /// clears the lanes that belong to a neighbouring row.
   __device__ __forceinline__ void fetch(int64_t row, int64_t rows) {
     Item* to = own_ + write_ * (kItems * kStreams * kThreads);
     write_ = write_ + 1 == kStages ? 0 : write_ + 1;
@@ -88,8 +88,8 @@ class RowPipeline : public RowTile<Access, kItems> {
     __pipeline_commit();
   }
 
-  /// Waits for the oldest row, after which kStages - 1 rows were fetched. read() reads it until
-  /// advance().
+  /// Waits for the oldest row in flight. kStages - 1 rows were fetched after it. read() returns its
+  /// vectors until advance().
   __device__ __forceinline__ void wait() const {
     __pipeline_wait_prior(kStages - 1);
     for_each_partial([&](int k) {
@@ -120,15 +120,16 @@ class RowPipeline : public RowTile<Access, kItems> {
         items[k] = load_vector<Access::kLanes>(row + column(k));
     }
   }
-  /// Call it after the last read() of item k of every stream: it overwrites that slot.
+  /// Loads item k if it is partial and load() could not. Overwrites a slot, so call it after the
+  /// last read() of item k of every stream.
   __device__ __forceinline__ void complete(const T* row, bool overread, int k, Item& item) const {
     if (overread || !is_partial(k)) return;
     load_partial(slot(0, k), row, k);
     item = slot(0, k);
   }
 
-  /// Stores item k of a row of results if `enabled`, after the last read() of item k of every
-  /// stream. A partial item is kept in its slot for save_partials().
+  /// Stores item k of a row of results if `enabled`. Call it after the last read() of item k of
+  /// every stream, because a partial item is kept in its slot for save_partials().
   template <class C>
   __device__ __forceinline__ void save(bool enabled, T* row, int k,
                                        const C (&values)[Access::kLanes]) const {
@@ -146,15 +147,15 @@ class RowPipeline : public RowTile<Access, kItems> {
   }
 
  private:
-  /// The slot of the row that read() reads.
+  /// The slot that read() returns.
   __device__ __forceinline__ Item& slot(int stream, int k) const {
     return own_[((read_ * kStreams + stream) * kItems + k) * kThreads];
   }
   __device__ __forceinline__ bool is_partial(int k) const {
     return !Access::kAligned && (partial_ >> k & 1u) != 0;
   }
-  /// Calls body(k) for the partial items, in a loop over their slots in shared memory. Registers
-  /// for these items, which few threads have, would be allocated in all threads.
+  /// Calls body(k) for the partial items, in a loop over their slots in shared memory. In registers
+  /// they would take space in all threads, although few threads have such items.
   template <class Body>
   __device__ __forceinline__ void for_each_partial(const Body& body) const {
     if constexpr (!Access::kAligned) {
@@ -179,8 +180,8 @@ class RowPipeline : public RowTile<Access, kItems> {
   int64_t row_step_[kStreams];
 };
 
-/// Parameters of a block's columns in shared memory, converted to the compute type. All teams of a
-/// block share them.
+/// Parameters of a block's columns in shared memory, converted to the compute type and shared by
+/// all teams of the block.
 template <class C, int kLanes, int kItems>
 class ColumnParameters {
  public:

@@ -1,6 +1,6 @@
 #pragma once
 
-// How rows are distributed over threads, blocks and clusters. Depends on shape and device only, and
+// The distribution of rows over threads, blocks and clusters. Depends on shape and device only, and
 // includes no header of CUDA.
 //
 //   TeamShape, RowPlan   a team holds a row in its registers
@@ -20,12 +20,12 @@ inline constexpr int kLargeClusterBlocks = 16;  // some GPUs support them; the k
 inline constexpr int kMaxTeamThreads = 512;     // per block of a cluster
 inline constexpr int kMaxWarps = kMaxClusterBlocks * kMaxTeamThreads / kWarpLanes;
 
-/// A team of up to 32 threads has a power of two threads, a larger team whole warps. A team shares
-/// a block with other teams, has a block, or has all blocks of a cluster.
+/// The size of a team. Up to 32 threads it is a power of two, above that whole warps. A team shares
+/// a block with other teams, or is one block, or is all blocks of a cluster.
 struct TeamShape {
-  int threads;      // of the team, per block
-  int log_threads;  // of a team of up to 32 threads; else 31, so that thread >> 31 is 0
-  int log_blocks;   // of a cluster
+  int threads;      // threads of the team per block
+  int log_threads;  // up to 32 threads: their log2; else 31, so that thread >> 31 is 0
+  int log_blocks;   // log2 of the blocks per cluster
   int per_block;    // teams per block
 
   TORCHKILN_HOST_DEVICE int blocks() const { return 1 << log_blocks; }
@@ -41,9 +41,9 @@ inline int ceil_log2(int64_t least) {
   return log;
 }
 
-/// A team of at least `threads` threads, or the largest one possible, in blocks of up to
-/// `block_threads` and clusters of up to `max_blocks`. Several small teams share a block of up to
-/// `shared_threads`.
+/// A team of at least `threads` threads, or the largest possible one, in blocks of up to
+/// `block_threads` threads and clusters of up to `max_blocks` blocks. Several small teams share a
+/// block of up to `shared_threads` threads.
 inline TeamShape make_team(int64_t threads, int block_threads, int shared_threads, int max_blocks) {
   int log_blocks = ceil_log2(ceil_div(threads, block_threads));
   if (1 << log_blocks > max_blocks) log_blocks = ceil_log2(max_blocks);
@@ -57,7 +57,7 @@ inline TeamShape make_team(int64_t threads, int block_threads, int shared_thread
 
 /// make_team() for kernels in which only teams of up to a warp share a block.
 inline TeamShape make_row_team(int64_t threads, int block_threads, int max_blocks) {
-  constexpr int kSmallBlock = 128;  // of teams that share it
+  constexpr int kSmallBlock = 128;  // threads of a block with several teams
   return make_team(threads, block_threads, threads <= kWarpLanes ? kSmallBlock : 0, max_blocks);
 }
 
@@ -67,34 +67,34 @@ inline int most_cluster_blocks(const Device& device) {
 }
 
 /// Shared memory through which a team's warps exchange values. Two halves alternate, so that one
-/// barrier per exchange is enough: a warp can write a half again only after every warp has
-/// published the following exchange, and thus has read this one.
+/// barrier per exchange is enough: a warp writes to a half again only after every warp has
+/// published its values for the next exchange, and thus has read this half.
 template <class C, int kValues, int kSlots = kMaxWarps>
 struct TeamStorage {
   C slots[2][kValues][kSlots];
   uint64_t arrived[2];
 };
 
-// Threads of a one-row block; at 64 registers per thread two blocks fit an SM.
+// Threads of a block with one row. At 64 registers per thread, two blocks fit on an SM.
 inline constexpr int kRowThreads = 512;
 /// Vectors of a row that a thread loads together; kManyItems for longer rows.
 inline constexpr int kFewItems = 4;
 inline constexpr int kManyItems = 8;
 
-/// Longest row: column numbers fit in 32 bits, also numbers that a loop computes beyond the last
-/// column.
+/// Longest row, in elements. Column numbers then fit in 32 bits, even those beyond the last column
+/// that a loop computes.
 inline constexpr int64_t kMaxColumns = (int64_t{1} << 31) - (int64_t{1} << 20);
 inline constexpr const char* kTooLong = "a row has more than 2^31 - 2^20 elements";
 
-/// How a team holds a row: kFewItems or kManyItems vectors per thread.
+/// A team, and the vectors per thread with which it holds a row: kFewItems or kManyItems.
 struct RowPlan {
   TeamShape team;
   int items;
 };
 
-/// Returns nullopt if the row is too long for a team. `streams`: rows that a thread holds at once.
-/// `cluster_threads`: preferred block size in a cluster; small blocks are scheduled sooner, large
-/// ones exchange less.
+/// Returns nullopt if the row is too long for a team. `streams`: rows that a thread holds at the
+/// same time. `cluster_threads`: preferred threads per block of a cluster; small blocks are
+/// scheduled sooner, large blocks exchange less.
 inline std::optional<RowPlan> make_row_plan(int64_t vectors, int64_t min_threads, int streams,
                                             int cluster_threads, const Device& device) {
   const int max_blocks = most_cluster_blocks(device);
@@ -108,31 +108,31 @@ inline std::optional<RowPlan> make_row_plan(int64_t vectors, int64_t min_threads
     const std::optional<RowPlan> found = plan(items, cluster_threads, max_blocks);
     return found ? found : plan(items, kRowThreads, max_blocks);
   };
-  // Loads in flight hide the latency of the reduction. With one row, fill the registers of a block
-  // before using a cluster; two rows fill them already.
+  // Loads in flight hide the latency of the reduction. With one row, a block uses all its registers
+  // before a second block joins it in a cluster; two rows use them already.
   std::optional<RowPlan> found =
       streams == 1 ? plan(kFewItems, kRowThreads, 1) : in_cluster(kFewItems);
   if (!found && streams == 1) found = plan(kManyItems, kRowThreads, 1);
   return found ? found : in_cluster(kManyItems);
 }
 
-/// The vectors of a row in an UnalignedRowTile. One whole vector is left to the tail: the
-/// parameters of a row vector lie across two aligned vectors of the parameter array, and the second
-/// must not reach beyond the array.
+/// The number of vectors of a row in an UnalignedRowTile. One whole vector is left to the tail,
+/// because the parameters of a vector lie across two aligned vectors of the parameter array, and
+/// the second of them must not reach beyond the array.
 TORCHKILN_HOST_DEVICE constexpr int64_t inner_vectors(int64_t columns, int lanes) {
   return columns < lanes ? 0 : columns / lanes - 1;
 }
-/// The fewest threads of a team with an UnalignedRowTile: one per element of head and tail.
+/// Fewest threads of a team with an UnalignedRowTile: one per element of head and tail.
 constexpr int fewest_edge_threads(int lanes) { return 2 * lanes - 1; }
 
-/// The alignment by which a team reads rows: element by element if it then needs half as many
-/// threads or fewer than for the edges of rows with an offset.
+/// Changes shared_offset to scalar for rows so short that reading them element by element takes
+/// half as many threads, or fewer threads than the edges would.
 constexpr Alignment without_short_edges(Dtype dtype, Alignment alignment, int64_t columns) {
   const bool is_short = columns <= kFewItems * vector_lanes(dtype);
   return alignment == Alignment::shared_offset && is_short ? Alignment::scalar : alignment;
 }
 
-/// make_row_plan() for the tile that with_tile() takes for this alignment.
+/// make_row_plan() for the tile that with_tile() selects for this alignment.
 inline std::optional<RowPlan> plan_rows(Dtype dtype, Alignment alignment, int64_t columns,
                                         int streams, int cluster_threads, const Device& device) {
   const int lanes = vector_lanes(dtype);
@@ -147,16 +147,16 @@ inline std::optional<RowPlan> plan_rows(Dtype dtype, Alignment alignment, int64_
 
 inline constexpr int kPartThreads = 256;
 
-/// How rows are cut into parts.
+/// The parts of rows.
 struct PartPlan {
-  int parts;      // of a row
+  int parts;      // per row
   int64_t tasks;  // parts of all rows
-  int64_t lag;    // in tasks
+  int64_t lag;    // tasks between the first and the second read of a part
 
   int64_t blocks() const { return 2 * (tasks + lag); }
 };
 
-/// A thread of a part has up to `vectors` vectors of `lanes` elements. `blocks`: per SM.
+/// `vectors`: most vectors, of `lanes` elements, per thread of a part. `blocks`: blocks per SM.
 inline PartPlan make_part_plan(int64_t rows, int64_t columns, int lanes, int vectors, int blocks,
                                const Device& device) {
   const int64_t all = ceil_div(columns, lanes);
@@ -168,25 +168,26 @@ inline PartPlan make_part_plan(int64_t rows, int64_t columns, int lanes, int vec
   return {static_cast<int>(parts), rows * parts, parts + resident / 2};
 }
 
-// Threads per block, and blocks per SM: 128 registers per thread.
+// Threads per block, and blocks per SM. A thread then has 128 registers.
 inline constexpr int kGridThreads = 256;
 inline constexpr int kGridBlocks = 2;
 inline constexpr int kMaxTeamBlocks = 288;
-// Vectors of a row per block. With fewer, the exchange costs more than the parallelism gains.
+// Fewest vectors of a row per block. With fewer, exchanging sums takes more time than further
+// blocks save.
 inline constexpr int kMinSlab = 64;
-// With fewer rows, the rows of a step are adjacent.
+// Fewest rows for which the rows of a step are not adjacent.
 inline constexpr int64_t kMinStridedRows = 128;
-// Logarithm of the fewest threads along a row.
+// Base-2 logarithm of the fewest threads along a row.
 inline constexpr int kLogMinRowThreads = 2;
 
-/// How rows are distributed over a grid.
+/// The distribution of rows over the teams of a grid.
 struct GridPlan {
-  int blocks;       // of a team
-  int log_threads;  // of a row in a block: all of the block if a team has several blocks
-  int log_stride;   // of the rows of a step
+  int blocks;       // per team
+  int log_threads;  // log2 of a block's threads per row; all if a team has several blocks
+  int log_stride;   // log2 of the distance between the rows of a step
   int slab;         // vectors of a row per block
   int64_t teams;
-  int64_t steps;  // of all teams
+  int64_t steps;  // all teams together
 };
 
 /// Distributes rows over a grid, in vectors of `lanes` elements. In a step, a thread reads

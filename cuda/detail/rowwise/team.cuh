@@ -25,7 +25,7 @@
 namespace torchkiln::rowwise {
 using namespace device;
 
-/// The calling thread's view of its team. kShared: teams of several warps may share a block. Such a
+/// A team, as seen by the calling thread. kShared: teams of several warps may share a block. Such a
 /// kernel reserves the 16 named barriers of a block; an SM has 64, so 4 such blocks fit.
 template <class C, int kValues, bool kShared = false, int kSlots = kMaxWarps>
 class Team {
@@ -38,8 +38,8 @@ class Team {
     block_ = static_cast<int>(blockIdx.x) & (shape.blocks() - 1);
   }
 
-  /// Initialises the cluster barriers. Every thread calls it after issuing its first loads, because
-  /// the blocks of a cluster wait for each other here.
+  /// Initialises the cluster barriers. Every thread must call it, after issuing its first loads,
+  /// because the blocks of a cluster wait for each other here.
   __device__ __forceinline__ void init_barriers() {
 #if __CUDA_ARCH__ >= 900
     namespace ptx = ::cuda::ptx;
@@ -57,7 +57,7 @@ class Team {
 
   /// Index of the team in its block.
   __device__ __forceinline__ int index() const { return index_; }
-  /// Rank of the thread in its team, counted in its own block and in all blocks; number of threads
+  /// Index of the thread in its team, counted in its own block and in all blocks; number of threads
   /// of the team.
   __device__ __forceinline__ int rank_in_block() const { return rank_in_block_; }
   __device__ __forceinline__ int rank() const { return block_ * shape_.threads + rank_in_block_; }
@@ -71,7 +71,7 @@ class Team {
   __device__ __forceinline__ int64_t teams() const { return groups() * shape_.per_block; }
 
   /// Reduces each of the values over the team; every thread gets the results. All threads of the
-  /// block call it.
+  /// block must call it.
   template <class Op, int N>
   __device__ __forceinline__ void reduce(C (&values)[N], Op op) {
     static_assert(N <= kValues, "the storage has no room for so many values");
@@ -93,7 +93,7 @@ class Team {
   }
 
   /// Writes the values of each warp, equal in all its lanes, to all blocks of the team. All threads
-  /// of the block call it.
+  /// of the block must call it.
   template <int N>
   __device__ __forceinline__ void publish(const C (&values)[N]) {
     static_assert(N <= kValues, "the storage has no room for so many values");
@@ -118,8 +118,8 @@ class Team {
     ++exchanges_;
   }
 
-  /// Reduces what the warps published last: transform(published, values) converts the values of one
-  /// warp before they are combined. `own`: the values that this warp published.
+  /// Reduces the values that the warps published last. Before values of a warp are combined,
+  /// transform(published, values) converts them. `own`: the values that this warp published.
   template <class Op, int N, int M, class Transform>
   __device__ __forceinline__ void reduce_published(const C (&own)[N], C (&values)[M], Op op,
                                                    const Transform& transform) const {
@@ -134,7 +134,7 @@ class Team {
       for (int i = 0; i < N; ++i) published[i] = slots[i][first_slot() + at];
       transform(published, to);
     };
-    // Each group of `width` lanes reduces the same slots, in fewer shuffle steps.
+    // Each group of `width` lanes reduces the same slots, so that there are fewer shuffle steps.
     const int count = team_warps();
     int width = kWarpLanes;
     while (width / 2 >= count) width /= 2;
@@ -149,13 +149,14 @@ class Team {
     reduce_warp(values, op, width);
   }
 
-  /// Value i that the team's first warp published last. `own`: the values that this warp published.
+  /// Value i of the values that the team's first warp published last. `own`: the values that this
+  /// warp published.
   template <int N>
   __device__ __forceinline__ C first_published(const C (&own)[N], int i) const {
     return shape_.in_warp() ? own[i] : storage_.slots[(exchanges_ - 1) & 1][i][first_slot()];
   }
 
-  /// Reduces over the team's lanes of one warp only.
+  /// Reduces over those lanes of the calling warp that belong to its team.
   template <class Op, int N>
   __device__ __forceinline__ void reduce_in_warp(C (&values)[N], Op op) {
     if (shape_.in_warp()) {

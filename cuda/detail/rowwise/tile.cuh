@@ -1,7 +1,7 @@
 #pragma once
 
-// The elements of a row that a thread holds in registers, and how many threads a team needs to hold
-// the whole row.
+// The elements of a row that a thread holds in registers, and the number of threads that a team
+// needs for the whole row.
 
 #include "detail/rowwise/vectors.cuh"
 
@@ -12,9 +12,10 @@ using namespace device;
 /// reads and writes partial vectors.
 ///
 /// The items of a thread are as many vectors apart as the team has threads or, if kGroup is not 0,
-/// kGroup vectors. Then a group of kGroup threads has adjacent vectors of the row, and one register
-/// holds the addresses of all items: the distances are constants of the instructions. kWhole: a
-/// thread has all of its items or none, so that they share a predicate, too.
+/// kGroup vectors. With kGroup a group of threads has adjacent vectors of the row, and one register
+/// suffices for the addresses of all items, because the distances are constants in the
+/// instructions. kWhole: a thread has all of its items or none, so that one predicate suffices for
+/// all, too.
 template <class Access_, int kItems_, int kGroup_ = 0, bool kWhole_ = false>
 class RowTile {
  public:
@@ -33,7 +34,7 @@ class RowTile {
       : access_(access), column_(access.column(first_vector(rank))), step_(size * kLanes) {}
 
   __device__ __forceinline__ const Access& access() const { return access_; }
-  /// How many lanes of item k can belong to a row.
+  /// Lanes of item k that can belong to a row.
   static __device__ constexpr int lanes(int) { return kLanes; }
   /// The column of the first lane of item k.
   __device__ __forceinline__ int column(int k) const { return column_ + k * step(); }
@@ -46,8 +47,8 @@ class RowTile {
     return has_any(k);
   }
 
-  /// How many elements of the row belong to a group of `lanes` adjacent threads, in which this
-  /// thread has index `lane`.
+  /// The number of elements of the row in a group of `lanes` adjacent threads, of which this thread
+  /// has index `lane`.
   __device__ __forceinline__ int count_of_lanes(int lane, int lanes) const {
     if constexpr (kGroup > 0) {  // `lanes` are whole groups
       const int first = column_ - first_vector(lane) * kLanes;
@@ -79,7 +80,7 @@ class RowTile {
     }
   }
 
-  /// Prefetches the items that load() will read into L2.
+  /// Prefetches into L2 the items that load() will read.
   __device__ __forceinline__ void prefetch(const T* row) const {
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {
@@ -87,8 +88,8 @@ class RowTile {
     }
   }
 
-  /// Parameters of item k. Branch-free: a thread without item k loads those of another item, and
-  /// ignores them.
+  /// Loads the parameters of item k. To avoid a branch, a thread without item k loads the
+  /// parameters of another item, and ignores them.
   template <class C, class W>
   __device__ __forceinline__ void load_parameters(int k, const W* parameters,
                                                   C (&values)[kLanes]) const {
@@ -127,8 +128,8 @@ class RowTile {
   int step_;
 };
 
-/// A tile of a row that begins anywhere between two 16-byte boundaries, at the same offset in every
-/// tensor: kVectors vectors per thread, and one single element per thread at the edges of the row.
+/// A tile of a row that has any offset from a 16-byte boundary, the same in every tensor: kVectors
+/// vectors per thread, and one single element per thread at the edges of the row.
 ///
 ///   memory   |  16 B   |  16 B   |  16 B   |  16 B   |  16 B   |  16 B   |
 ///   row          h h h v v v v v v v v v v v v v v v t t t t t t t
@@ -192,7 +193,7 @@ class UnalignedRowTile {
     if (edge_ >= 0) items[kVectors].lane[0] = row[edge_];
   }
 
-  /// `parameters` begin at a 16-byte boundary.
+  /// `parameters` must begin at a 16-byte boundary.
   template <class C, class W>
   __device__ __forceinline__ void load_parameters(int k, const W* parameters,
                                                   C (&values)[kLanes]) const {
@@ -229,7 +230,7 @@ class UnalignedRowTile {
 template <class Tile, int kStreams = 1>
 inline constexpr int kRowBlocks = Tile::kVectors * kStreams <= kManyItems ? 2 : 1;
 
-/// Calls in_registers(TypeTag<Tile>{}, team) with the tile for a plan of plan_rows().
+/// Calls in_registers(TypeTag<Tile>{}, team) with the tile that belongs to a plan of plan_rows().
 template <class T, class InRegisters>
 Status with_tile(Alignment alignment, const RowPlan& plan, const InRegisters& in_registers) {
   const auto with_items = [&](auto few, auto many) {

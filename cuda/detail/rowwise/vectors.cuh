@@ -53,13 +53,13 @@ struct RowVectors {
     return kAligned || (column >= 0 && column + kLanes <= columns);
   }
 
-  /// How many rows at either end of a tensor have vectors that may reach beyond the tensor. Rows
+  /// The number of rows, at either end of a tensor, whose vectors may reach beyond the tensor. Rows
   /// are `stride` elements apart.
   static __device__ __forceinline__ int64_t edge_rows(int64_t stride) {
     return stride >= kLanes ? 1 : stride > 0 ? kLanes : int64_t{1} << 62;
   }
-  /// Whether whole vectors may be read at both ends of this row: their lanes outside the row lie
-  /// inside the tensor.
+  /// Whether whole vectors may be read at both ends of this row, because their lanes outside the
+  /// row are inside the tensor.
   static __device__ __forceinline__ bool can_overread(int64_t row, int64_t rows, int64_t stride) {
     const int64_t edge = edge_rows(stride);
     return row >= edge && row + edge < rows;
@@ -103,8 +103,8 @@ struct RowVectors {
     if constexpr (kAligned || kLanes == 1) {
       store(row + column, values);
     } else {
-      // Predicated store, then return: in an if/else with the loop below nvcc would scalarise both
-      // sides.
+      // A predicated store and a return. With an if/else around it and the loop below, nvcc would
+      // split both into scalar stores.
       const bool all = has_all(column);
       store_if(all, row + column, values);
       if (all) return;
@@ -121,8 +121,8 @@ struct RowVectors {
     return item;
   }
 
-  /// Loads the parameters of the columns of a vector. Reads vectors only if the rows are aligned:
-  /// otherwise they begin at any element of the parameter array.
+  /// Loads the parameters of the columns of a vector. Uses vector loads only if the rows are
+  /// aligned, because otherwise a vector may begin at any element of the parameter array.
   template <class C, class W>
   __device__ __forceinline__ void load_parameters(int column, const W* parameters,
                                                   C (&values)[kLanes]) const {
@@ -155,7 +155,7 @@ Status with_vectors(Alignment alignment, const Body& body) {
   return body(TypeTag<RowVectors<T, 1, true>>{});
 }
 
-/// The grid for `rows` rows.
+/// Sets the grid for `rows` rows.
 inline Status make_grid(const TeamShape& team, int64_t rows, Grid& grid) {
   const int64_t blocks = ceil_div(rows, team.per_block) << team.log_blocks;
   if (blocks > kMaxGridX) return {"too many rows for one launch"};

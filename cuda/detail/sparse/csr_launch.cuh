@@ -1,7 +1,6 @@
 #pragma once
 
-// Common to the sparse kernels: checks and dispatch on the host, and loads of rows of dense
-// matrices.
+// Checks and dispatch on the host, and loads of rows of dense matrices, for all sparse kernels.
 
 #include "detail/sparse/csr_split.cuh"
 #include "torchkiln/device/vec.cuh"
@@ -13,7 +12,7 @@ using namespace device;
 /// message.
 inline const char* too_large(const CsrPattern& pattern, int64_t row_stride) {
   constexpr int64_t kMax = (int64_t{1} << 31) - 1;
-  // A search may step past the last row, and a warp past the last entry.
+  // Margins: a search may step past the last row, and a warp past the last entry.
   constexpr int64_t kMaxRows = kMax - (int64_t{1} << 27);
   constexpr int64_t kMaxNarrow = kMax - (int64_t{1} << 13);
   if (pattern.rows > kMaxRows || pattern.columns > kMax)
@@ -26,7 +25,7 @@ inline const char* too_large(const CsrPattern& pattern, int64_t row_stride) {
   return nullptr;
 }
 
-/// Calls body(lanes) with a constant of `lanes`, a power of two from 1 to `most`.
+/// Calls body(constant) with `lanes` as a compile-time constant: a power of two from 1 to `most`.
 template <int most, class Body>
 Status with_lanes(int lanes, const Body& body) {
   if constexpr (most > 1) {
@@ -49,7 +48,7 @@ Status dispatch_sparse(Dtype dtype, bool wide, int lanes, const Body& body) {
   });
 }
 
-/// load_constant() in one access also for vectors of 4 and 8 bytes, which are aligned to their
+/// load_constant(), but in one access also for vectors of 4 and 8 bytes, which are aligned to their
 /// size.
 template <int V, class T>
 __device__ __forceinline__ Vec<T, V> load_part(const T* from) {
@@ -64,8 +63,8 @@ __device__ __forceinline__ Vec<T, V> load_part(const T* from) {
   }
 }
 
-/// Loads one vector of each of U rows of `dense`; zeros for row -1, or if it is not `inside`. All
-/// loads are in flight together.
+/// Loads one vector from each of U rows of `dense`; zeros for row -1, or if not `inside`. All loads
+/// are in flight together.
 template <int V, int U, class T>
 __device__ __forceinline__ void load_rows(const T* dense, int row_stride, const int (&row_index)[U],
                                           Vec<T, V> (&rows)[U], bool inside = true) {
@@ -76,8 +75,8 @@ __device__ __forceinline__ void load_rows(const T* dense, int row_stride, const 
   }
 }
 
-/// load_rows() of elements that are not adjacent, the first `count` of V. Elements that are spaced
-/// by a warp are adjacent for the lanes of a warp.
+/// load_rows() for elements that are not adjacent; loads the first `count` of V elements. Elements
+/// that are spaced by a warp are adjacent for the lanes of that warp.
 template <int V, int U, class T>
 __device__ __forceinline__ void load_strided(const T* dense, int row_stride, int64_t column_stride,
                                              const int (&row_index)[U], Vec<T, V> (&rows)[U],

@@ -19,7 +19,7 @@
 namespace torchkiln::sparse {
 using namespace device;
 
-/// Where the rows of a matrix begin, and the columns of its entries.
+/// The array of row begins of a matrix, and the array of its column indices.
 template <class Index>
 __device__ __forceinline__ const Index* begins_of(const CsrPattern& pattern, int64_t matrix) {
   return static_cast<const Index*>(pattern.crow) + matrix * pattern.crow_batch_stride;
@@ -31,13 +31,13 @@ __device__ __forceinline__ const Index* columns_of(const CsrPattern& pattern, in
 
 template <class Index>
 struct Piece {
-  int row = -1;  // -1: no work
+  int row = -1;  // -1 if there is no work
   Index begin = 0;
   Index end = 0;
-  int64_t slot = -1;  // of a long row's partial result; -1: the piece is a whole row
+  int64_t slot = -1;  // for a partial result of a long row; -1: the piece is a whole row
 };
 
-/// The row of an entry: the last row that begins at the entry or before. A warp tests 32 rows at a
+/// The row of an entry: the last row whose begin is not after the entry. A warp tests 32 rows at a
 /// time.
 template <class Index>
 __device__ __forceinline__ int row_of(const Index* crow, int rows, int64_t entry) {
@@ -63,13 +63,13 @@ __device__ __forceinline__ int row_between(const Index* crow, int first, int las
   return first;
 }
 
-/// The slot for the partial result of a long row in this chunk; the row begins at entry
-/// `row_begin`.
+/// The index of the slot for the partial result of a long row in this chunk. The row begins at
+/// entry `row_begin`.
 __device__ __forceinline__ int64_t slot_of(const Chunks& chunks, int64_t chunk, int64_t row_begin) {
   return 2 * chunk + (row_begin > chunk * chunks.size ? 1 : 0);
 }
 
-/// The head or the tail of a chunk, if it has one. All threads of a warp call it.
+/// The piece of a chunk, its head or its tail, if it has one. All threads of a warp must call it.
 template <class Index>
 __device__ __forceinline__ Piece<Index> piece_of_chunk(const CsrPattern& pattern, const Index* crow,
                                                        const Chunks& chunks, int64_t chunk,
@@ -96,7 +96,7 @@ __device__ __forceinline__ Piece<Index> piece_of_row(const CsrPattern& pattern, 
 }
 
 /// Calls body(piece, group_log2) for each piece of the thread. All threads of a warp call body
-/// together, also for empty pieces.
+/// together, even for empty pieces.
 template <class Index, class Body>
 __device__ __forceinline__ void for_each_piece(const CsrPattern& pattern, const Index* crow,
                                                const Units& units, int chunk_log2, int64_t thread,

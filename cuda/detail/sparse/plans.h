@@ -1,7 +1,7 @@
 #pragma once
 
-// How the rows of a sparse matrix are shared among threads: csr_split.cuh draws it. Includes no
-// header of CUDA.
+// The distribution of the rows of a sparse matrix over threads; csr_split.cuh has a drawing.
+// Includes no header of CUDA.
 
 #include "torchkiln/device/alignment.h"
 #include "torchkiln/kernels/spmm.h"
@@ -11,11 +11,11 @@ using namespace device;
 
 struct Chunks {
   int64_t size;
-  int64_t count;  // 0: no row is long
+  int64_t count;  // 0 if no row is long
 };
 
-/// A row is long if it has more entries than `least` and several times the mean length, so that
-/// the pieces of an even matrix are its rows.
+/// The chunks of a pattern. A row is long if it has more entries than `least` and several times the
+/// mean, so that in a matrix of even rows no row is split.
 inline Chunks make_chunks(const CsrPattern& pattern, int64_t least) {
   constexpr int64_t kMax = 4096;
   int64_t size = least;
@@ -23,8 +23,8 @@ inline Chunks make_chunks(const CsrPattern& pattern, int64_t least) {
   return {size, pattern.entries > size ? ceil_div(pattern.entries, size) : 0};
 }
 
-/// Assignment of threads: the first groups of 1 << chunk_log2 threads, a warp or more, have one
-/// chunk each; all further threads work on rows, in groups of 1 << group_log2 threads.
+/// The assignment of threads. The first groups, of 1 << chunk_log2 threads (a warp or more),
+/// process one chunk each. All further threads process rows, in groups of 1 << group_log2 threads.
 struct Units {
   Chunks chunks;
   int group_log2;
@@ -34,7 +34,7 @@ inline int64_t thread_count(const CsrPattern& pattern, const Units& units, int c
   return (units.chunks.count << chunk_log2) + (pattern.rows << units.group_log2);
 }
 
-/// Elements of the widest vectors that rows can be read in.
+/// Elements of the widest vectors in which rows can be read.
 inline int lanes_of(const DenseRows& rows, int64_t width, Dtype dtype) {
   return widest_lanes(rows.data, dtype, {width, rows.row_stride, rows.batch_stride});
 }

@@ -1,6 +1,6 @@
-// grad_x = grad * activation'(saved), element by element, with the tensor that the forward has
-// saved, x or y; or from x, together with y, which mlp() does not save. The kernels are those of
-// device/elementwise.cuh, as in forward.cu.
+// grad_x = grad * activation'(saved), element by element. `saved` is the tensor that the forward
+// saved, x or y. For mlp(), which does not save y, a second kernel computes both grad_x and y from
+// x. The kernels are those of device/elementwise.cuh, as in forward.cu.
 
 #include "torchkiln/device/elementwise.cuh"
 #include "torchkiln/kernels/activation.h"
@@ -10,7 +10,8 @@ namespace torchkiln::cuda {
 using namespace device;
 namespace {
 
-/// The gradient of activation(x), from x, and activation(x).
+/// The body of the kernel with two outputs: the gradient of activation(x), and activation(x), from
+/// x.
 template <class Act, class Math>
 struct GradientAndValue {
   template <class C>
@@ -30,7 +31,7 @@ Status activation_backward(const Elementwise<2>& arguments, Activation activatio
   });
 }
 
-/// One kernel serves all activations, as in gated/with_output.cu.
+/// One kernel serves all activations, which it selects at run time, as in gated/with_output.cu.
 Status activation_backward_with_output(const Elementwise<2, 2>& arguments, Activation activation,
                                        CUstream_st* stream) {
   return dispatch_floating(arguments.dtype, [&](auto tag) {

@@ -7,8 +7,8 @@
 
 namespace torchkiln::cuda {
 
-/// The backward for adjacent channels (rows) and for adjacent elements of a channel (planes): all
-/// but grad_x, then grad_x from the coefficients.
+/// The backward in two steps, sums_of_*() and then grad_x from the coefficients. *_rows: adjacent
+/// channels; *_planes: adjacent elements of a channel.
 Status sums_of_rows(const BatchNormBackward& p, const ChannelPass& pass, Allocate allocate,
                     CUstream_st* stream);
 Status sums_of_planes(const BatchNormBackward& p, const ChannelPass& pass, Allocate allocate,
@@ -18,7 +18,7 @@ Status input_gradients_of_rows(const BatchNormBackward& p, const ChannelPass& pa
 Status input_gradients_of_planes(const BatchNormBackward& p, const ChannelPass& pass,
                                  CUstream_st* stream);
 
-/// One kernel for both passes.
+/// Launches one cooperative kernel for both passes (backward_resident.cu).
 Status launch_resident(const BatchNormBackward& p, const ChannelPass& pass, Allocate allocate,
                        CUstream_st* stream);
 
@@ -33,7 +33,8 @@ template <class Access>
 inline constexpr int kBackwardBlocksOf =
     backward_blocks(sizeof(typename Access::T), Access::kLanes);
 
-/// relu whose incoming gradient is the sum of two tensors, for calls with signs.
+/// Relu whose incoming gradient is the sum of two tensors. The kernel reads its derivative from the
+/// sign bits.
 template <class Math>
 struct ReluOfSum : FixedActivation<Relu, Math> {
   static constexpr bool kAdds = true;
@@ -43,9 +44,9 @@ constexpr bool kAddsSecond = false;
 template <class Act>
 constexpr bool kAddsSecond<Act, std::void_t<decltype(Act::kAdds)>> = true;
 
-/// The tensors from which g is computed, the gradient of the activation's argument: the incoming
-/// gradient (or g itself), x, and the residual if the derivative needs it or the second incoming
-/// gradient.
+/// The tensors from which a kernel computes g, the gradient of the activation's argument: the
+/// incoming gradient (or g itself), x, and a third one, which is the residual if the derivative
+/// needs it, or the second incoming gradient.
 template <class Access, class Act>
 using GradientStreams = ChannelStreams<Access, Act::kReadsResidual || kAddsSecond<Act> ? 3 : 2,
                                        true, typename Access::C, typename Access::C>;
@@ -99,7 +100,8 @@ __device__ __forceinline__ void gradient_of(const BatchNormBackward& p,
   for (int i = 0; i < kLanes; ++i) from_mean[i] -= factors.mean[factors.of(i)];
 }
 
-/// Computes g of an item, writes it if it is wanted, and adds g and g * (x - mean) to sums.
+/// Computes g of an item, stores it as grad_residual if that is wanted, and adds g and g * (x -
+/// mean) to `sums`.
 template <class Access, class Act, class Item>
 __device__ __forceinline__ void add_gradients(const BatchNormBackward& p,
                                               const ChannelFactors<Access>& factors, const Act& act,
@@ -118,12 +120,14 @@ __device__ __forceinline__ void add_gradients(const BatchNormBackward& p,
   }
 }
 
-/// Whether part_sums() writes grad_x, too: in eval mode it does not depend on the sums.
+/// Whether part_sums() also writes grad_x. It can in eval mode, where grad_x does not depend on the
+/// sums.
 inline bool sums_write_input_gradients(const BatchNormBackward& p) {
   return !p.training && (p.needs_sums() || p.grad_residual != nullptr);
 }
 
-/// Calls use(column or channel, sums) once for each column or channel of the block.
+/// Adds g and g * (x - mean) over the part of a block. Calls use(column or channel, sums) once for
+/// each column or channel of the block.
 template <class Access, class Act, class Use>
 __device__ __forceinline__ void add_sums_of_block(const BatchNormBackward& p,
                                                   const ChannelPlan& plan, const Act& act,
@@ -150,7 +154,7 @@ __device__ __forceinline__ void add_sums_of_block(const BatchNormBackward& p,
   if (p.needs_sums()) add_threads<Access>(plan, sums, use);
 }
 
-/// finish_sums() of one block's sums.
+/// Calls finish_sums() with the sums of a block.
 template <class C>
 __device__ __forceinline__ void finish_block(const BatchNormBackward& p, int64_t channel,
                                              const C (&total)[2]) {
@@ -158,7 +162,9 @@ __device__ __forceinline__ void finish_block(const BatchNormBackward& p, int64_t
   finish_sums<C>(p, channel, totals);
 }
 
-/// `partial`: [parts, 2, columns]; null if the blocks have whole channels, whose sums they finish.
+/// Sums g and g * (x - mean) over the part of each block, to `partial` [parts, 2, columns].
+/// `partial` is null if a block has whole channels: it then computes their gradients and
+/// coefficients, too.
 template <class Access, class Act>
 __global__ void __launch_bounds__(kChannelThreads, kBackwardBlocksOf<Access>)
     part_sums(BatchNormBackward p, ChannelPlan plan, Act act, typename Access::C* partial) {
@@ -217,7 +223,7 @@ __global__ void __launch_bounds__(kChannelThreads, kBackwardBlocksOf<Access>)
   write_input_gradients<Access>(p, plan, act, grad, is_g, coefficients);
 }
 
-/// Both passes, for blocks that have whole channels.
+/// Runs both passes in one kernel. It needs no grid barrier, because each block has whole channels.
 template <class Access, class Act>
 __global__ void __launch_bounds__(kChannelThreads, kBackwardBlocks)
     gradients_of_whole_channels(BatchNormBackward p, ChannelPlan plan, Act act) {
@@ -232,7 +238,8 @@ __global__ void __launch_bounds__(kChannelThreads, kBackwardBlocks)
                                 static_cast<const C*>(p.coefficients));
 }
 
-/// Calls body(access, activation, grid). kMayAdd: for a kernel that adds the second gradient.
+/// Calls body(access, activation, grid). kMayAdd: whether the kernel can add a second incoming
+/// gradient.
 template <bool kColumns, bool kMayAdd, class Body>
 Status with_backward_pass(const BatchNormBackward& p, const ChannelPass& pass, const Body& body) {
   Grid grid;

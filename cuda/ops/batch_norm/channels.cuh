@@ -21,7 +21,7 @@ using namespace device;
 
 namespace {
 
-/// Kernels read and write kLanes adjacent elements of type T.
+/// The access of a kernel: kLanes adjacent elements of type T at a time.
 template <class Type, bool Columns, int Lanes>
 struct ChannelAccess {
   using T = Type;
@@ -31,7 +31,7 @@ struct ChannelAccess {
   static constexpr int kItems = kChannelItems;
 };
 
-/// The elements of a thread and of its block.
+/// The columns or planes, and the rows or segments, that the calling thread and its block process.
 template <class Access>
 class ChannelCursor {
  public:
@@ -68,7 +68,7 @@ class ChannelCursor {
   /// The first row or segment of the thread, and the distance to its next one.
   __device__ __forceinline__ int64_t first_row() const { return first_; }
   __device__ __forceinline__ int64_t row_step() const { return step_; }
-  /// Whether a lane has the first element of its channel.
+  /// Whether `lane` of this thread has the first element of its channel in the tensor.
   __device__ __forceinline__ bool is_first(int lane, int64_t channel) const {
     if (!inside_ || first_ > 0) return false;
     return Access::kColumns ? column_ + lane == channel * plan_.period.divisor() : place_ == 0;
@@ -81,7 +81,8 @@ class ChannelCursor {
     last = last < 0 ? 0 : last > plan_.threads_y ? plan_.threads_y : last;
     return full * plan_.threads_y + last;
   }
-  /// The index of the first element of the block in a column or a channel of planes.
+  /// The index in the tensor of the first element of the block, for one of its columns or, with
+  /// planes, its channel.
   __device__ __forceinline__ int64_t first_of_column(int64_t column) const {
     const int64_t row = int64_t{blockIdx.y} * plan_.threads_y;
     if constexpr (Access::kColumns) return row * plan_.columns + column;
@@ -107,8 +108,8 @@ class ChannelCursor {
   bool inside_;
 };
 
-/// Walks over the vectors of a thread. Backwards, it begins with the vectors that the previous
-/// kernel read last, which the L2 cache still holds.
+/// Walks over the vectors of a thread. With kBackwards it begins with the vectors that the previous
+/// kernel read last, because the L2 cache still holds them.
 template <class Access, bool kBackwards>
 class ChannelWalk {
  public:
@@ -124,7 +125,7 @@ class ChannelWalk {
     return Access::kColumns ? cursor_.rows_ : cursor_.rows_ * Access::kItems;
   }
 
-  /// The index of the first element; -1 beyond the end.
+  /// The index of the first element of the current vector; -1 beyond the end.
   __device__ __forceinline__ int64_t at() const {
     if constexpr (Access::kColumns) return rows_ > 0 ? base_ : -1;
     return place_ < end_ ? base_ + place_ : -1;
@@ -145,7 +146,7 @@ class ChannelWalk {
   }
 
  private:
-  /// Goes to the first vector of the row or segment.
+  /// Moves to the first vector of the current row or segment.
   __device__ __forceinline__ void enter() {
     const ChannelPlan& plan = cursor_.plan_;
     if constexpr (Access::kColumns) {
@@ -167,7 +168,7 @@ class ChannelWalk {
   int64_t row_;
   int64_t rows_;
   int64_t base_;
-  int64_t place_ = 0;  // within the plane
+  int64_t place_ = 0;  // first element, within the plane
   int64_t end_ = 0;
   int item_ = 0;
 };

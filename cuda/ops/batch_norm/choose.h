@@ -17,13 +17,14 @@ namespace torchkiln::cuda {
 using namespace device;
 
 inline constexpr int kChannelThreads = 256;
-/// Elements per vector, whose signs fill a byte. float32 takes two loads of 16 bytes.
+/// Elements per vector: their eight sign bits fill a byte. A vector of float32 takes two loads of
+/// 16 bytes.
 inline constexpr int kChannelLanes = 8;
 /// Vectors of a segment per thread.
 inline constexpr int kChannelItems = 8;
 
-// Blocks per SM: for moments, with 32 KiB of vectors in flight per block; for outputs and
-// gradients, with up to 64 KiB; and for kernels with both passes.
+// Blocks per SM. Kernels of moments have 32 KiB of vectors in flight per block, kernels of outputs
+// and of gradients up to 64 KiB. kResidentBlocks: kernels with both passes.
 inline constexpr int kMomentBlocks = 2;
 inline constexpr int kOutputBlocks = 3;
 inline constexpr int kBackwardBlocks = 2;
@@ -36,51 +37,56 @@ static_assert(kBackwardBlocks == kResidentBlocks, "choose() makes one plan for b
 /// first take too many of the blocks.
 inline constexpr int kRingBytes = 64 * 1024;
 
-/// Fewest planes of a channel that are folded to rows of all channels. Partial sums take up to 24
-/// bytes per column. Planes of at least kLargePlane elements in whole vectors can be read as they
-/// are, so folding them pays only for many rows.
+/// Fewest planes per channel for which planes are folded, that is read as rows of all channels.
+/// Folded planes need partial sums, up to 24 bytes per column. Planes of at least kLargePlane
+/// elements in whole vectors are fast without folding, so these are folded only from
+/// kFewestLargeFolded planes on.
 inline constexpr int64_t kLargePlane = 256;
 inline constexpr int64_t kFewestFolded = 32;
 inline constexpr int64_t kFewestLargeFolded = 128;
-/// Planes are also folded where many channels have so few elements that a block for each would have
-/// at most one per thread, or two if the planes are short: each column has partial sums.
+/// Planes are also folded if there are at least kManyChannels channels of few elements. With a
+/// block per channel, each thread would have at most one element, or two if the planes are short.
 inline constexpr int64_t kShortChannel = kChannelThreads;
 inline constexpr int64_t kShortPlane = kShortChannel / 2;
 inline constexpr int64_t kManyChannels = 1024;
 
-/// Shared memory of a block with both passes: an SM of 9.0 has room for two blocks of 113 KiB, and
-/// 1 KiB more for the system in each. The threads' sums have their own part, since the rows stay.
+/// Shared memory of a block of the resident kernel. An SM of 9.0 has room for two blocks of 113
+/// KiB, including 1 KiB that the system reserves per block. The sums of the threads have their own
+/// part of it, because the kept rows are still needed.
 inline constexpr int kResidentBytes = 112 * 1024;
-inline constexpr int kResidentColumns = 2 * kChannelThreads;  // of a block, at most
-/// The most shared memory of a block on 9.0 and 10.0. Where it is less, an SM does not hold two
-/// blocks.
+inline constexpr int kResidentColumns = 2 * kChannelThreads;  // most columns per block
+/// Shared memory that a block can have on 9.0 and 10.0. On GPUs with less, two resident blocks do
+/// not fit on an SM.
 inline constexpr int kSharedOf90 = 227 * 1024;
-/// Most vectors per thread of a block that reads its channels alone where several could share them.
+/// Most vectors per thread for which one block processes whole channels, even if several blocks
+/// could share them.
 inline constexpr int64_t kWholeItems = 8;
-/// Most elements for which one kernel does both passes and writes grad_residual. Three or four
-/// larger tensors do not fit the L2 cache, where the second of two kernels reads one tensor less.
+/// Most elements for which the resident kernel writes grad_residual, too. The resident kernel reads
+/// every tensor again in its second pass. Two kernels read one tensor less, which is faster once
+/// the tensors do not fit in the L2 cache.
 inline constexpr int64_t kMostWithResidual = int64_t{1} << 24;
 
-// Totals of the parts of each channel: a block adds up kChannelsOfTotal channels.
+// Totals of the parts of each channel: a block adds the parts of kChannelsOfTotal channels.
 inline constexpr int kChannelTotalThreads = 512;
-inline constexpr int kChannelsOfTotal = 8;  // 32 bytes of float32, a sector
+inline constexpr int kChannelsOfTotal = 8;  // a row of sums is a sector: 32 bytes of float32
 inline constexpr int kThreadsOfTotal = kChannelTotalThreads / kChannelsOfTotal;
-inline constexpr int kTotalLoads = 6;  // of a thread at a time
-/// Fewest channels of one thread each: about as many as resident blocks of kChannelsOfTotal have.
+inline constexpr int kTotalLoads = 6;  // in flight per thread
+/// Fewest channels for which one thread adds the parts of a channel. About as many channels occupy
+/// all SMs with blocks of kChannelsOfTotal channels.
 inline constexpr int64_t kManyTotals = 4096;
 
-/// How the elements are shared among blocks and threads. Depends only on shape and device.
+/// The distribution of the elements over blocks and threads. Depends only on shape and device.
 struct ChannelPlan {
   ChannelLayout layout;
-  int threads_x;        // along a row or a segment
+  int threads_x;        // threads along a row or a segment
   int threads_y;        // rows or segments that a block reads at a time
   int64_t tiles;        // blocks along x: tiles of columns, or channels
-  int64_t parts;        // blocks along y
+  int64_t parts;        // blocks along y, which share the rows
   int64_t rows;         // rows, or segments of all planes
-  int64_t columns;      // of a row
+  int64_t columns;      // columns per row
   Divisor period{};     // columns of a channel
   int64_t segment = 0;  // elements of a segment
-  Divisor segments{};   // of a plane
+  Divisor segments{};   // segments per plane
 };
 
 /// One kernel over the elements of one or more tensors.
@@ -88,7 +94,7 @@ struct ChannelPass {
   bool in_rows;  // rows of adjacent columns, else planes
   int lanes;     // kChannelLanes, or 1 for single elements
   ChannelPlan plan;
-  bool whole = false;  // both passes in one kernel, whose blocks have whole channels
+  bool whole = false;  // one kernel for both passes: a block has whole channels
 };
 
 /// Whether the planes are read as rows of all channels.
@@ -102,7 +108,7 @@ inline bool folds_planes(const ChannelLayout& layout) {
          columns % kChannelLanes == 0;
 }
 
-/// A plan for blocks that are resident together, `blocks` per SM.
+/// A plan for `blocks` blocks per SM that are all resident at the same time.
 inline ChannelPlan make_channel_plan(const ChannelLayout& layout, bool in_rows, int lanes,
                                      int blocks, const Device& device) {
   ChannelPlan plan{};
@@ -140,8 +146,8 @@ inline ChannelPlan make_channel_plan(const ChannelLayout& layout, bool in_rows, 
   return plan;
 }
 
-/// Elements that a kernel reads and writes together: vectors if every row or plane consists of
-/// whole ones. float64 has single elements only, which saves an instantiation.
+/// Elements per access: a vector of kChannelLanes if every row or plane consists of whole vectors,
+/// else one. float64 always has one, which saves an instantiation.
 inline int channel_lanes(Dtype dtype, const ChannelLayout& layout, bool in_rows,
                          std::initializer_list<const void*> tensors) {
   const int64_t length = in_rows ? layout.channels * layout.inner : layout.inner;
@@ -158,8 +164,8 @@ inline ChannelPass make_channel_pass(Dtype dtype, const ChannelLayout& layout,
   return {in_rows, lanes, make_channel_plan(layout, in_rows, lanes, blocks, device)};
 }
 
-/// Lets each block read its channels alone and make both passes, if that takes less time than the
-/// launch of three kernels. Blocks with planes of many channels do so in any case.
+/// Lets each block process whole channels in both passes, if this takes less time than launching
+/// three kernels. Blocks that already have all planes of a channel always do so.
 inline void make_whole(ChannelPass& pass) {
   ChannelPlan& plan = pass.plan;
   const ChannelLayout& layout = plan.layout;
@@ -186,8 +192,8 @@ inline std::optional<ChannelPass> make_resident_pass(const ChannelPass& pass,
   return resident;
 }
 
-/// The kernels of a forward: `resident`; or `moments` and their merge, if training and `outputs` is
-/// not whole, and `outputs`.
+/// The kernels of a forward: `resident` alone, or `moments`, their merge and `outputs`. Outside of
+/// training, and if `outputs` is whole, there are no moments and no merge.
 struct BatchNormPlan {
   std::optional<ChannelPass> resident;
   std::optional<ChannelPass> moments;
@@ -237,16 +243,17 @@ inline ChannelPass choose_passes(const BatchNormBackward& p, const Device& devic
   return make_channel_pass(p.dtype, p.layout, tensors, blocks, device);
 }
 
-/// Whether the kernel of the sums has all terms of its channels, so that no other kernel adds them.
-/// With several waves of blocks, the last steps of each block would take longer than a kernel.
+/// Whether the kernel of the sums also computes the gradients and coefficients of its channels,
+/// without a kernel for totals. With several waves of blocks, this last step of each block would
+/// take longer than that kernel.
 inline bool finishes_sums(const BatchNormBackward& p, const ChannelPlan& plan,
                           const Device& device) {
   return plan.parts == 1 && plan.columns == p.layout.channels &&
          plan.tiles <= device.multiprocessors * kBackwardBlocks;
 }
 
-/// The kernel that adds the parts of channels: kThreadsOfTotal threads for each, or one thread each
-/// where many channels have few parts.
+/// The kernel that adds the parts of each channel: kThreadsOfTotal threads per channel or, if many
+/// channels have few parts (has_one), one thread.
 struct TotalPlan {
   bool has_one;
   int64_t blocks;
@@ -258,8 +265,8 @@ inline TotalPlan choose_totals(int64_t channels, int64_t terms) {
   return {has_one, ceil_div(channels, has_one ? kChannelTotalThreads : kChannelsOfTotal)};
 }
 
-/// The kernels of a backward: `resident`; or sums, their total and grad_x. Both sums and grad_x use
-/// the plan `passes`.
+/// The kernels of a backward: `resident`; or the sums, their total and grad_x, where the kernels of
+/// sums and grad_x use the plan `passes`.
 struct BatchNormBackwardPlan {
   std::optional<ChannelPass> resident;
   ChannelPass passes;

@@ -1,14 +1,14 @@
 #pragma once
 
-// How the kernels of batch norm with a max pool walk over windows and pixels. Includes no header of
-// CUDA.
+// The order in which kernels of batch norm with a max pool visit windows and pixels. Includes no
+// header of CUDA.
 
 #include "ops/batch_norm/choose.h"
 
 namespace torchkiln::cuda {
 
-/// The width of a window that is a constant of the kernel: 3 x 3 or 2 x 2 pixels with stride 2, and
-/// relu. 0 for all other windows.
+/// The width of windows for which there is a compiled kernel: 3 x 3 or 2 x 2 pixels with stride 2,
+/// and relu. 0 for all other windows.
 inline int fixed_window(const PoolWindows& windows, Activation activation) {
   const int width = windows.kernel[0];
   const bool is_fixed = activation == kActivation<Relu> && (width == 3 || width == 2) &&
@@ -21,8 +21,9 @@ inline int fixed_window(const PoolWindows& windows, Activation activation) {
 constexpr int pool_blocks(int fixed_window) { return fixed_window > 0 ? 3 : 2; }
 inline constexpr int kPoolBackwardBlocks = 2;
 
-/// Whether a thread computes the gradients of stride x stride pixels, whose windows it reads once.
-/// For float32, and for windows that are not known at compile time, it computes one pixel.
+/// Whether a thread computes the gradients of stride x stride pixels, so that it reads their
+/// windows once. If not (float32, or windows that are not known at compile time), it computes one
+/// pixel.
 constexpr bool computes_in_blocks(int fixed_window, size_t element) {
   return fixed_window > 0 && element == 2;
 }
@@ -31,11 +32,11 @@ constexpr bool computes_in_blocks(int fixed_window, size_t element) {
 enum class Walk {
   windows,
   pixels,
-  /// Blocks of stride x stride pixels, which begin at the first pixel of a window.
+  /// Blocks of stride x stride pixels. Each begins at the first pixel of a window.
   blocks,
 };
 
-/// Rows and columns of the positions of an image.
+/// Number of positions per image, along both axes.
 struct WalkExtent {
   int64_t rows;
   int64_t columns;

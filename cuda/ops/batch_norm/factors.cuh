@@ -16,8 +16,8 @@ __device__ __forceinline__ void read_each(const void* from, const int64_t (&at)[
     to[i] = convert<C>(convert<Compute<P>>(static_cast<const P*>(from)[at[i]]));
 }
 
-/// Reads N numbers of a parameter. The dtype is tested once, so that all loads are in flight
-/// together.
+/// Reads N numbers of a parameter of either dtype. The dtype is tested once, not per load, so that
+/// all loads are in flight together.
 template <class C, int N>
 __device__ __forceinline__ void read_parameters(const void* from, const int64_t (&at)[N],
                                                 Dtype dtype, C (&to)[N]) {
@@ -53,7 +53,7 @@ struct ChannelFactors {
   /// The channel of a lane.
   static constexpr __device__ int of(int lane) { return Access::kColumns ? lane : 0; }
 
-  /// Sets scale and shift. `low`: the rounding errors of `mean`.
+  /// Sets scale and shift. `low`: the part of each mean that rounding to C cut off.
   template <class Problem>
   __device__ __forceinline__ void set(const Problem& p, const int64_t (&channels)[kChannels],
                                       const C (&low)[kChannels], const C (&rstd)[kChannels]) {
@@ -64,7 +64,7 @@ struct ChannelFactors {
     for (int i = 0; i < kChannels; ++i) {
       scale[i] = p.weight == nullptr ? rstd[i] : rstd[i] * weight[i];
       shift[i] = p.bias == nullptr ? C(0) : bias[i];
-      // An infinite weight must not turn the rounding error of the mean, perhaps 0, into NaN.
+      // If the weight is infinite, its product with `low` (perhaps 0) must not make the result NaN.
       if (scale[i] - scale[i] == C(0)) shift[i] -= low[i] * scale[i];
     }
   }
@@ -79,7 +79,8 @@ struct ChannelFactors {
     set(p, channels, low, rstd);
   }
 
-  /// The argument of the activation without the residual. Forward and backward round it alike.
+  /// The argument of the activation without the residual. Forward and backward call this function,
+  /// so their roundings are equal.
   template <class T, int N>
   __device__ __forceinline__ void normalize(const Vec<T, N>& x, C (&z)[N]) const {
     widen(x, z);
@@ -96,11 +97,11 @@ __device__ __forceinline__ void add_vector(const Vec<T, N>& residual, C (&z)[N])
   for (int i = 0; i < N; ++i) z[i] += added[i];
 }
 
-/// An activation that is known at compile time.
+/// An activation that is a template parameter.
 template <class Act, class Math>
 struct FixedActivation {
   static constexpr bool kIsFixed = true;
-  /// Whether the derivative needs the residual, see kept_by_batch_norm().
+  /// Whether the derivative needs the residual: see kept_by_batch_norm().
   static constexpr bool kReadsResidual =
       Act::kSaved == Saved::input || Act::kSaved == Saved::output;
 
@@ -142,8 +143,8 @@ struct SelectedActivation {
   }
 };
 
-/// Calls body(activation): relu is compiled into kernels but for float64, others are selected at
-/// run time.
+/// Calls body(activation). Except for float64, kernels with relu are compiled; all other
+/// activations are selected at run time.
 template <class Access, class Body>
 Status with_channel_activation(Activation activation, const Body& body) {
   using Math = MathFor<typename Access::T>;

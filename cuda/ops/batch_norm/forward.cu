@@ -20,7 +20,8 @@
 namespace torchkiln::cuda {
 namespace {
 
-/// Merges the parts of each channel: sums the distances of the parts' means from the first mean.
+/// Merges the parts of each channel: sums the distances of the parts' means from the mean of the
+/// first part.
 template <class C, int kThreads>
 __global__ void __launch_bounds__(kChannelTotalThreads)
     merge_parts(BatchNorm p, const Moments* partial, int64_t parts, int64_t columns) {

@@ -8,8 +8,8 @@
 
 namespace torchkiln::cuda {
 
-/// The forward for adjacent channels (rows) and for adjacent elements of a channel (planes): the
-/// moments of x, as merge_moments() merges them, then the outputs.
+/// The forward in two steps, moments_of_*() and outputs_of_*(); merge_moments() runs between them.
+/// *_rows: adjacent channels; *_planes: adjacent elements of a channel.
 Status moments_of_rows(const BatchNorm& p, const ChannelPass& pass, Allocate allocate,
                        CUstream_st* stream);
 Status moments_of_planes(const BatchNorm& p, const ChannelPass& pass, Allocate allocate,
@@ -21,22 +21,22 @@ Status outputs_of_planes(const BatchNorm& p, const ChannelPass& pass, CUstream_s
 Status moments_of(const BatchNorm& p, const ChannelPass& pass, Allocate allocate,
                   CUstream_st* stream);
 
-/// One kernel for both passes.
+/// Launches one cooperative kernel for both passes (forward_resident.cu).
 Status launch_resident(const BatchNorm& p, const ChannelPass& pass, Allocate allocate,
                        CUstream_st* stream);
 
-/// Packs the signs of y, for kernels without vectors.
+/// Packs the signs of y in a kernel of its own, after a kernel that stored y without vectors.
 Status pack_signs(const BatchNorm& p, CUstream_st* stream);
 
 namespace {
 
-/// The stream of x, with sums in float64.
+/// The stream of x. Its shared memory also holds two float64 sums per element of a vector.
 template <class Access>
 using MomentStreams = ChannelStreams<Access, 1, false, double, double>;
 
-/// Sums the distances from the first element of the block's part of a channel, and their squares:
-/// few digits are lost where the mean is far from 0. Calls use(column or channel, moments) once for
-/// each column or channel of the block.
+/// Sums, over the part of a block, the distances from the first element of that part, and their
+/// squares. With distances few digits are lost if the mean is far from 0. Calls use(column or
+/// channel, moments) once for each column or channel of the block.
 template <class Access, class Use>
 __device__ __forceinline__ void add_moments(const typename Access::T* x, const ChannelPlan& plan,
                                             const Use& use) {
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kChannelThreads, kOutputBlocks)
   write_outputs<Access>(p, plan, act);
 }
 
-/// Both passes, for blocks that have whole channels.
+/// Runs both passes in one kernel. It needs no grid barrier, because each block has whole channels.
 template <class Access, class Act>
 __global__ void __launch_bounds__(kChannelThreads, kMomentBlocks)
     whole_channels(BatchNorm p, ChannelPlan plan, Act act) {

@@ -50,7 +50,8 @@ __global__ void __launch_bounds__(kChannelThreads, kPoolBlocks<Windows>)
   cursor.channels(channels);
   factors.load(p.norm, channels);
   const T* const x = static_cast<const T*>(p.norm.x) + cursor.column();
-  // Backwards: the L2 cache still holds the pixels that the kernel of the moments has read last.
+  // Walks backwards, because the L2 cache still holds the pixels that the kernel of the moments
+  // read last.
   for (int64_t i = cursor.first_row(); i < plan.rows; i += cursor.row_step()) {
     const int64_t window = plan.rows - 1 - i;
     const auto place = windows.place(static_cast<uint32_t>(window));
@@ -80,8 +81,8 @@ __global__ void __launch_bounds__(kChannelThreads, kPoolBlocks<Windows>)
   }
 }
 
-/// part_sums() over windows. In each window one pixel has a gradient; lanes may have different
-/// pixels.
+/// part_sums() over windows. In each window only the pixel of the maximum has a gradient; each lane
+/// has its own maximum.
 template <class Access, class Windows, class Act>
 __global__ void __launch_bounds__(kChannelThreads, kPoolBackwardBlocks)
     pooled_sums(BatchNormPoolBackward p, ChannelPlan plan, Windows windows, Act act,
@@ -165,7 +166,7 @@ struct GradientFactors : ChannelFactors<Access> {
   }
 };
 
-/// A window's gradient and the pixels that it belongs to.
+/// The gradient of a window, and the pixel of its maximum in each lane.
 template <class Access>
 struct WindowGradient {
   using C = typename Access::C;
@@ -214,7 +215,7 @@ __global__ void __launch_bounds__(kChannelThreads, kPoolBackwardBlocks)
     };
     if constexpr (kInBlocks<T, Windows>) {
       constexpr int kWidth = Windows::Axis::kWidth, kStep = Windows::Axis::kStep;
-      constexpr int kShared = (kWidth + kStep - 1) / kStep;  // most windows of a pixel per axis
+      constexpr int kShared = (kWidth + kStep - 1) / kStep;  // most windows of one pixel, per axis
       WindowGradient<Access> window[kShared][kShared];
       const int row = windows.rows.begin(place.row), column = windows.columns.begin(place.column);
       const auto at = [&](int r, int c) {

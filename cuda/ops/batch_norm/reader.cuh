@@ -12,9 +12,9 @@
 namespace torchkiln::cuda {
 namespace {
 
-/// Tensors that a kernel reads together, one vector of each at a time, and the packed signs of an
-/// output. Null tensors are not read. After the last vector, the shared memory holds the sums of
-/// the block's threads, one of each type `Sum` per element of a vector.
+/// The tensors that a kernel reads together, one vector of each at a time, and the packed signs of
+/// an output. Null tensors are not read. After the last vector, the same shared memory holds the
+/// sums of the block's threads: per element of a vector, one number of each type in `Sum`.
 template <class AccessType, int kTensors, bool kSigns, class... Sum>
 struct ChannelStreams {
   using Access = AccessType;
@@ -90,8 +90,8 @@ struct ChannelStreams {
   }
 };
 
-/// Copies the vectors of a thread ahead of their use to shared memory. Each thread reads only its
-/// own copies, so no barrier is needed.
+/// Reads the vectors of a thread through a ring of stages in shared memory, several vectors ahead
+/// of their use. Each thread reads only its own copies, so no barrier is needed.
 template <bool kBackwards, class Streams>
 class ChannelReader {
  public:

@@ -35,7 +35,7 @@ class ResidentReader {
   using Access = typename Streams::Access;
   using Item = typename Streams::Item;
   static constexpr int kStages = kResidentStages<Streams>;
-  /// Stages of the ring, whose copies are in flight.
+  /// Stages of the ring: the vectors whose copies are in flight.
   static constexpr int kAhead = std::clamp(kBytesAhead / Streams::kStageBytes, 2, 8);
   static_assert(kStages > kAhead);
 
@@ -65,10 +65,10 @@ class ResidentReader {
     }
   }
 
-  /// As forwards(), last to first. Has to be called after forwards().
+  /// Calls use() as forwards() does, but last to first. Call it after forwards().
   template <class Use>
   __device__ __forceinline__ void backwards(const Use& use) {
-    int ring = static_cast<int>((rows_ - 1 - kept_) % kAhead);  // not used if all rows are kept
+    int ring = static_cast<int>((rows_ - 1 - kept_) % kAhead);  // unused if all rows are kept
     for (int64_t row = rows_ - 1; row >= 0; --row) {
       const bool is_kept = row < kept_;
       const int stage = is_kept ? static_cast<int>(row) : kept_ + ring;
@@ -103,7 +103,7 @@ class ResidentReader {
   int kept_;
 };
 
-/// Columns whose sums a thread adds: every kChannelThreads-th of the block.
+/// Columns whose sums a thread adds: every kChannelThreads-th column of the block.
 inline constexpr int kColumnsOfThread = kResidentColumns / kChannelThreads;
 
 /// Calls use(i, column) for the columns of the calling thread.
@@ -153,7 +153,8 @@ __device__ __forceinline__ void add_resident(const ChannelPlan& plan,
       plan, [&](int i, int64_t column) { use(i, column, sums[i]); });
 }
 
-/// Calls use(load(part)) for the parts of a channel that a lane adds; loads are issued in groups.
+/// Calls use(load(part)) for the parts of a channel that this lane adds. Loads are issued in groups
+/// of kLoads.
 template <class Part, class Load, class Use>
 __device__ __forceinline__ void for_each_part(int64_t parts, int lane, const Load& load,
                                               const Use& use) {
@@ -168,7 +169,8 @@ __device__ __forceinline__ void for_each_part(int64_t parts, int lane, const Loa
   }
 }
 
-/// Calls total(channel, lane) in one warp of the grid for each channel, between two grid barriers.
+/// Calls total(channel, lane) for each channel, by all lanes of one warp. Waits at a grid barrier
+/// before and after.
 template <class Total>
 __device__ __forceinline__ void for_each_channel(int64_t channels, const Total& total) {
   const auto grid = cooperative_groups::this_grid();

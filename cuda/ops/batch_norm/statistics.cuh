@@ -48,7 +48,8 @@ __device__ __forceinline__ void add_distances(const Moments& each, double origin
   sums[2] += each.squares + each.count * distance * distance;
 }
 
-/// The running statistics of a channel, read ahead of the moments.
+/// The running statistics of a channel. Load them before the moments, so that both loads are in
+/// flight.
 struct RunningValues {
   double mean;
   double var;
@@ -59,7 +60,7 @@ struct RunningValues {
         var(read_running(p.running_var, channel, p.running_dtype)) {}
 };
 
-/// Moves the running statistics of a channel.
+/// Moves the running statistics of a channel towards its moments.
 template <class Problem>
 __device__ __forceinline__ void move_running(const Problem& p, int64_t channel,
                                              const RunningValues& before, const Moments& merged,

@@ -8,7 +8,8 @@
 namespace torchkiln::cuda {
 namespace {
 
-/// `sums` are those of g and of g * (x - mean), with the rounded mean.
+/// Writes the gradients and coefficients of a channel. `sums`: the sums of g and of g * (x - mean),
+/// with the mean rounded to C.
 template <class C>
 __device__ __forceinline__ void finish_sums(const BatchNormBackward& p, int64_t channel,
                                             const double (&sums)[2]) {

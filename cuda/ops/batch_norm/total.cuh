@@ -8,12 +8,12 @@
 namespace torchkiln::cuda {
 namespace {
 
-/// The partial sums of a channel that a thread adds. Threads with adjacent indices have adjacent
-/// channels, or adjacent columns of one channel. kThreads: threads of a channel.
+/// The partial sums of a channel that one thread adds. Threads with adjacent indices add adjacent
+/// channels, or adjacent columns of one channel. kThreads: threads per channel.
 template <int kThreads>
 class ChannelParts {
  public:
-  /// `stride`: from one part to the next.
+  /// `stride`: elements from one part to the next.
   __device__ __forceinline__ ChannelParts(int64_t parts, int64_t stride, int64_t columns,
                                           int64_t channels)
       : stride_(stride), period_(static_cast<uint32_t>(columns / channels)) {
@@ -26,7 +26,7 @@ class ChannelParts {
   __device__ __forceinline__ int64_t channel() const {
     return int64_t{blockIdx.x} * kChannels + within_block_;
   }
-  /// The channel's number in the block.
+  /// The index of the channel among the channels of the block.
   __device__ __forceinline__ int within_block() const { return within_block_; }
   /// The thread's index among the threads of the channel.
   __device__ __forceinline__ int thread() const { return first_; }
@@ -38,7 +38,8 @@ class ChannelParts {
     return part * stride_ + channel() * period_ + (i - part * period_);
   }
 
-  /// Calls use(load(index)) for each partial sum of the thread; loads are issued in groups.
+  /// Calls use(load(index)) for each partial sum of the thread. Loads are issued in groups of
+  /// kTotalLoads.
   template <class Part, class Load, class Use>
   __device__ __forceinline__ void each(const Load& load, const Use& use) const {
     for (uint32_t first = first_; first < count_; first += kTotalLoads * kThreads) {
@@ -52,7 +53,7 @@ class ChannelParts {
   }
 
  private:
-  static constexpr int kChannels = kChannelTotalThreads / kThreads;  // of a block
+  static constexpr int kChannels = kChannelTotalThreads / kThreads;  // per block
   int64_t stride_;
   uint32_t period_;
   uint32_t count_;
@@ -88,7 +89,7 @@ __device__ __forceinline__ bool add_total(const ChannelParts<kThreadsOfTotal>& o
   return own.thread() == 0;
 }
 
-/// Calls body(threads of a channel as a type, grid). `terms`: partial sums of each channel.
+/// Calls body(threads per channel as a type, grid). `terms`: partial sums of each channel.
 template <class Body>
 Status with_threads_of_total(int64_t channels, int64_t terms, const Body& body) {
   const TotalPlan plan = choose_totals(channels, terms);

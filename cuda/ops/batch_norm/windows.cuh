@@ -1,7 +1,7 @@
 #pragma once
 
-// Windows of a max pool over pixels with adjacent channels: which pixels a window has, and which
-// windows a pixel belongs to.
+// Windows of a max pool over pixels with adjacent channels: the pixels of a window, and the windows
+// that contain a pixel.
 
 #include "choose_pool.h"
 #include "factors.cuh"
@@ -32,7 +32,8 @@ struct WindowAxis {
   __device__ __forceinline__ bool has_window(int window) const {
     return static_cast<unsigned>(window) < static_cast<unsigned>(pooled);
   }
-  /// Calls use(window, place of the pixel in the window) for each window that contains the pixel.
+  /// Calls use(window, index of the pixel within the window) for each window that contains the
+  /// pixel.
   template <class Use>
   __device__ __forceinline__ void each_window(int pixel, const Use& use) const {
     const auto from = static_cast<unsigned>(pixel + padding);
@@ -70,7 +71,7 @@ struct WindowGrid {
   }
 };
 
-/// The grid for a walk.
+/// The grid for a kernel that visits the positions in `walked`.
 template <class Windows>
 Windows make_grid_of(const PoolWindows& windows, const WalkExtent& walked) {
   const auto axis = [&](int d, int64_t size, int64_t pooled) {
@@ -83,7 +84,8 @@ Windows make_grid_of(const PoolWindows& windows, const WalkExtent& walked) {
       Divisor(static_cast<uint32_t>(walked.columns)), Divisor(static_cast<uint32_t>(walked.rows))};
 }
 
-/// Calls body(grid type, activation) for the windows that are compiled into kernels, or for any.
+/// Calls body(grid type, activation), with constants for the windows that are compiled into
+/// kernels, else with a grid of any windows.
 template <class T, class Body>
 Status with_windows(int fixed_window, Activation activation, const Body& body) {
   using Math = MathFor<T>;

@@ -20,7 +20,7 @@ using namespace device;
 using namespace reduce;
 namespace {
 
-/// The derivative of an activation that is known at compile time.
+/// The derivative of an activation that is a template parameter.
 template <class Act, class Math>
 struct FixedDerivative {
   static constexpr bool kFromInput = Act::kSaved == Saved::input || Act::kSaved == Saved::output;
@@ -79,7 +79,7 @@ struct GradientBody {
   BiasActBackward problem;
   Gradient gradient;
   C scale;
-  C bias[Lanes];  // of the thread's columns; zeros if there is no bias
+  C bias[Lanes];  // for the thread's columns; zeros if there is no bias
 
   __device__ __forceinline__ void begin(int64_t column, bool, C (&)[Lanes]) {
     if (gradient.kept() == Saved::input && problem.bias != nullptr) {
@@ -160,11 +160,11 @@ Status bias_act_backward(const BiasActBackward& p, Allocate allocate, CUstream_s
       return status;
     };
     if (plan->lanes == 1) {
-      // Single elements have one kernel for all derivatives that read x.
+      // For single elements, one kernel selects between all derivatives that read x.
       if (kept == Saved::input) return launch_gradients<T, 1>(p, *plan, chosen, allocate, stream);
       return launch_fixed(TypeList<None, Relu>{}, std::integral_constant<int, 1>{});
     }
-    // float64 has one kernel for all activations, because its code is long.
+    // For float64, one kernel selects between all activations, because their code is long.
     if constexpr (sizeof(T) == 8) {
       return launch_gradients<T, kLanes>(p, *plan, chosen, allocate, stream);
     } else {

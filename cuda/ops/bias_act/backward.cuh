@@ -1,13 +1,14 @@
 #pragma once
 
-// Common to backward.cu, which also sums the gradient of the bias, and backward_elementwise.cu.
+// Declarations for backward.cu, which also sums the gradient of the bias, and
+// backward_elementwise.cu.
 
 #include "torchkiln/device/vec.cuh"
 #include "torchkiln/kernels/bias_act.h"
 
 namespace torchkiln::cuda {
 
-/// The gradient of x alone, which is elementwise.
+/// Computes the gradient of x without that of the bias, element by element.
 Status bias_act_grad_x(const BiasActBackward& p, CUstream_st* stream);
 
 namespace {

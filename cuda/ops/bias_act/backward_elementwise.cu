@@ -1,5 +1,5 @@
-// The gradient of x alone, if no gradient of the bias is wanted: an elementwise kernel that reads
-// the sign bits, x, or nothing besides the incoming gradient.
+// The gradient of x, if no gradient of the bias is wanted: an elementwise kernel. It reads the
+// incoming gradient and, if the derivative needs them, the sign bits or x.
 
 #include "backward.cuh"
 #include "torchkiln/device/elementwise.cuh"

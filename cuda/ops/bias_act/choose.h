@@ -24,7 +24,8 @@ constexpr BiasActTuning bias_act_tuning(bool from_input, size_t element, int lan
   return element == 2 ? BiasActTuning{3, 2} : BiasActTuning{3, 3};
 }
 
-/// One pass over rows: in vectors of `lanes` elements, or in single ones.
+/// One pass over all rows, with vectors of `lanes` elements, or with single elements if `lanes` is
+/// 1.
 struct BiasActPlan {
   int lanes;
   reduce::columns::Plan columns;

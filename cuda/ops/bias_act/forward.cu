@@ -1,6 +1,6 @@
-// out = activation(x * scale + bias), and a bit for the sign of each result if backward needs no
-// more. An elementwise kernel: forward.cuh has the bodies, forward_half.cu the kernels in half
-// precision, backward.cu the gradients.
+// out = activation(x * scale + bias). If the signs of the results suffice for backward, it also
+// stores one bit per result. An elementwise kernel: forward.cuh has the bodies, forward_half.cu the
+// kernels in half precision, backward.cu the gradients.
 
 #include "forward.cuh"
 

@@ -1,7 +1,7 @@
 #pragma once
 
-// Whether the kernel of sm90.cu computes a convolution, and whether it was measured to gain:
-// convolution.cu says what the caller does otherwise. Includes no header of CUDA.
+// Decides whether the kernel of sm90.cu can compute a convolution, and whether it is faster than
+// cuDNN by measurement. convolution.cu lists both cases. Includes no header of CUDA.
 
 #include <optional>
 
@@ -13,15 +13,16 @@ namespace torchkiln::cuda {
 
 using namespace device;
 
-/// Least share of the SMs at work. Measured on an H200 with the convolutions of a ResNet-50 for 256
-/// images. The kernel takes 0.98 to 1.18 times as long as cuDNN's convolution where at least 85 %
-/// of the SMs are at work, and 1.23 times at 74 %. It saves a pass over y, which takes 0.2 to 0.7
-/// of the convolution's time.
+/// Least share of the SMs at work for which the kernel is used. Measured on an H200 with the
+/// convolutions of a ResNet-50 for 256 images: it takes 0.98 to 1.18 times as long as cuDNN where
+/// at least 85 % of the SMs are at work, and 1.23 times at 74 %. It saves a pass over y, which
+/// takes 0.2 to 0.7 of the convolution's time.
 inline constexpr double kLeastShareAtWork = 0.8;
-/// Fewer results take no longer than the launches.
+/// Fewest results for which the kernel is used. Below, launches take longer than the work.
 inline constexpr int64_t kLeastPixelResults = int64_t{1} << 22;
 
-/// A block computes tiles of 128 channels by kTilePixels pixels, whose channels it keeps.
+/// Pixels of a tile. A block computes tiles of 128 channels by kTilePixels pixels, all with the
+/// same channels.
 inline constexpr int64_t kTilePixels = gemm::sm90::kTileColumns;
 
 struct PixelPlan {
@@ -29,9 +30,9 @@ struct PixelPlan {
       "Blocks keep their channels, whose moments they add up in registers.";
   int64_t channel_tiles;
   int64_t pixel_tiles;
-  int64_t parts;  // of the pixels
+  int64_t parts;  // blocks that share the pixels of a channel tile
   gemm::Blocks blocks;
-  double share_at_work;  // of the SMs, averaged over the run
+  double share_at_work;  // share of the SMs, averaged over the run
 };
 
 inline bool fits(const PixelConvolution& p) {
@@ -43,7 +44,7 @@ inline bool fits(const PixelConvolution& p) {
          fits_rows(p.y, p.pixels, p.out);
 }
 
-/// Nothing if no kernel takes the convolution.
+/// The plan of the kernel; nullopt if it does not support the convolution.
 inline std::optional<PixelPlan> choose(const PixelConvolution& p, const Device& device) {
   if (!gemm::has_sm90(device) || !fits(p)) return std::nullopt;
   PixelPlan plan{};

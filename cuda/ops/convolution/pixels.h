@@ -7,7 +7,7 @@
 
 namespace torchkiln::gemm::sm90 {
 
-/// Also writes the moments of the parts, [parts, out].
+/// Computes y, and writes the moments of each part, [parts, out].
 Status pixel_convolution(const PixelConvolution& arguments, const cuda::PixelPlan& plan,
                          reduce::Moments* moments, CUstream_st* stream);
 

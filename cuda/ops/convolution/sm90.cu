@@ -60,7 +60,8 @@ __device__ __forceinline__ void copy_operands(const PixelParameters& p, PixelSha
   }
 }
 
-/// Releases all stages, for a multiplier whose channels are all beyond the last one.
+/// Waits for all stages and releases them, in a multiplier whose channels are all beyond the last
+/// channel.
 template <class T>
 __device__ __forceinline__ void skip_products(const PixelParameters& p, PixelShared<T>& shared,
                                               int part) {
@@ -75,14 +76,15 @@ __device__ __forceinline__ void skip_products(const PixelParameters& p, PixelSha
   }
 }
 
-/// Sums of the distances of numbers from `origin`, which is one of the numbers, and of their
-/// squares.
+/// Sums over numbers of their distances from `origin`, which is one of the numbers, and of the
+/// squares of these distances.
 struct DistanceSums {
   float origin = 0;
   float sum = 0;
   float squares = 0;
 
-  /// Adds to the sums of a tile, which are added to the total later: long sums lose fewer digits.
+  /// Adds a number to the sums of a tile. The tile's sums are added to the total later, because
+  /// short sums lose fewer digits than one long sum.
   __device__ __forceinline__ void add(float value, float& tile_sum, float& tile_squares) const {
     const float distance = value - origin;
     tile_sum += distance;
@@ -90,14 +92,14 @@ struct DistanceSums {
   }
 };
 
-/// Rounds the sums of a tile, adds them to the moments and writes them to shared memory. Pixels
-/// from `left` on are beyond the last one.
+/// Rounds the sums of a tile, adds them to the moments and writes them to shared memory. Only the
+/// first `left` pixels are inside the tensor.
 template <bool kWhole, class T>
 __device__ __forceinline__ void round_tile(T* to, const float (&sums)[wgmma::kSums],
                                            DistanceSums (&moments)[2], int left) {
   const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
   const int lane = thread % kWarpLanes;
-  const int block = lane / 8;  // whose row of shared memory the lane addresses
+  const int block = lane / 8;  // the 8 by 8 block of which the lane addresses a row
   const int chunk = thread / kWarpLanes * 2 + block % 2;
   float tile_sum[2] = {}, tile_squares[2] = {};
 #pragma unroll

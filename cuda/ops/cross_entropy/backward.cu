@@ -14,7 +14,7 @@
 namespace torchkiln::cuda {
 namespace {
 
-/// Stores a vector of gradients, also of a narrower type than the logits.
+/// Stores a vector of gradients, whose type may be narrower than that of the logits.
 template <class Access, class To, class C>
 __device__ __forceinline__ void save(const Access& access, To* row, int column,
                                      const C (&values)[Access::kLanes]) {
@@ -29,7 +29,7 @@ __device__ __forceinline__ void save(const Access& access, To* row, int column,
   }
 }
 
-/// Writes gradients of type To. Forward has saved everything that depends on the whole row.
+/// Writes gradients of type To. All values that depend on the whole row were saved by forward.
 template <class Access, RowForm kForm, class To = typename Access::T>
 __global__ void __launch_bounds__(kLossGradientThreads, 4)
     cross_entropy_gradient(CrossEntropyBackward p, GradientShape shape) {

@@ -19,7 +19,8 @@ constexpr int kFlatHalfBlocks = 4;
 constexpr int kFlatHalfBlocks = 5;
 #endif
 
-/// gradient = slope * exp(logit - log_sum_exp), minus `share` for the target class.
+/// The factors of a row: gradient = slope * exp(logit - log_sum_exp), minus `share` for the target
+/// class.
 template <class C>
 struct FlatRow {
   C slope;
@@ -30,7 +31,7 @@ struct FlatRow {
   static constexpr int kIgnored = INT_MIN;
 };
 
-/// kLanes: at most the number of classes.
+/// Writes the gradients of adjacent rows. kLanes is at most the number of classes.
 template <class T, int kLanes>
 __global__ void __launch_bounds__(kFlatThreads, sizeof(T) == 2 ? kFlatHalfBlocks : 4)
     cross_entropy_flat_gradient(CrossEntropyBackward p, Divisor classes) {
@@ -58,7 +59,8 @@ __global__ void __launch_bounds__(kFlatThreads, sizeof(T) == 2 ? kFlatHalfBlocks
     }
   }
 
-  // A 64-bit division takes as long as the gradients of a vector.
+  // Uses a division by multiplication where 32 bits suffice: one 64-bit division would take as long
+  // as the gradients of a vector.
   const int64_t first_row =
       begin <= INT_MAX ? classes.quotient(static_cast<uint32_t>(begin)) : begin / p.classes;
   const uint32_t first_column = static_cast<uint32_t>(begin - first_row * p.classes);
@@ -79,7 +81,7 @@ __global__ void __launch_bounds__(kFlatThreads, sizeof(T) == 2 ? kFlatHalfBlocks
     if (at >= count) break;
     const int r = row_of(at);
     const int column = static_cast<int>(first_column) + at - r * static_cast<int>(p.classes);
-    const int rest = static_cast<int>(p.classes) - column;  // lanes of the first row
+    const int rest = static_cast<int>(p.classes) - column;  // lanes that belong to the first row
     const FlatRow<C> first = rows[r];
     const FlatRow<C> second = rest < kLanes && at + rest < count ? rows[r + 1] : first;
     C z[kLanes];

@@ -27,7 +27,7 @@ struct RowGradient {
   C scale;
   C log_sum_exp;
   C slope;
-  C tilt = 0;  // of the entropy: the gradient is (slope + tilt * exponent) * exp(exponent)
+  C tilt = 0;  // for the entropy: the gradient is (slope + tilt * exponent) * exp(exponent)
 
   __device__ __forceinline__ RowGradient(const CrossEntropyBackward& p, int64_t row)
       : target(target_of<C>(p.target, row, p.classes)),
@@ -37,7 +37,7 @@ struct RowGradient {
     slope = scale * static_cast<const C*>(p.mass)[row];
   }
 
-  /// Turns the factors into those of a log-probability and an entropy.
+  /// Changes the factors to those for the gradients of a log-probability and an entropy.
   __device__ __forceinline__ void use_logprob(const CrossEntropyBackward& p, int64_t row) {
     const C factor = static_cast<C>(p.factor);
     scale *= -factor;

@@ -13,55 +13,60 @@ namespace torchkiln::cuda {
 using namespace device;
 using namespace rowwise;
 
-// A row has one block, and only the block's own loads in flight hide latency.
+// Threads of a block with one row. A block has one row, and only its own loads in flight hide
+// latency.
 inline constexpr int kLossThreads = 256;
-/// Vectors that a thread loads together: if q is spread over the classes; if a row takes several
-/// steps; and if one step has the whole row.
+/// Vectors that a thread loads together. kSpreadItems: q is spread over the classes; kLongItems: a
+/// row takes several steps; kShortItems: one step has the whole row.
 inline constexpr int kSpreadItems = 2;
 inline constexpr int kLongItems = 4;
 inline constexpr int kShortItems = 8;
-/// Threads of a block whose teams have one short row each.
+/// Threads of a block with several teams, one short row each.
 inline constexpr int kSharedLossThreads = 128;
 
-/// Most threads of a block where one block or cluster has all rows.
+/// Most threads of a block where one block or cluster processes all rows.
 inline constexpr int kFewThreads = 512;
-/// Most bytes of a block for which, as measured, one block or cluster reads all rows faster than a
-/// second kernel would start: with one row per block, and with several.
+/// Most bytes per block for which one block or cluster processes all rows. It then finishes before
+/// a second kernel, which adds the losses, would start (measured). kMostBytesOfRow: one row per
+/// block; kMostBytesOfRows: several.
 inline constexpr int64_t kMostBytesOfRow = 64 << 10;
 inline constexpr int64_t kMostBytesOfRows = 32 << 10;
 
-/// Threads of a block that adds the losses, and the cluster that adds the losses of many rows.
+/// Threads of the block that adds the losses. From kFewestRowsOfCluster rows on, a cluster adds
+/// them.
 inline constexpr int kSumThreads = 1024;
 inline constexpr TeamShape kSumCluster{kMaxTeamThreads, 31, 3, 1};
 inline constexpr int64_t kFewestRowsOfCluster = 16384;
 
 inline constexpr int kFlatLossThreads = 256;
-/// Longest rows that a block copies to shared memory as one array.
+/// Longest rows, in bytes, that a block copies to shared memory as one array.
 inline constexpr int64_t kMostFlatBytes = 512;
-/// Elements per thread. With 32 of float64, a block would need more shared memory than an SM of
-/// compute capability 7.5 has.
+/// Elements of a row per thread. With 32 elements of float64, a block would need more shared memory
+/// than an SM of compute capability 7.5 has.
 constexpr int flat_elements(size_t element) { return element == 8 ? 16 : 32; }
 
 /// Threads of a block that writes gradients, and vectors that a thread loads together.
 inline constexpr int kLossGradientThreads = 256;
 inline constexpr int kLossGradientItems = 4;
-/// A block does two rounds of loads, or all of a shorter row.
+/// Most vectors of a row that a block processes: two steps of loads. Longer rows have several
+/// blocks.
 inline constexpr int64_t kMostGradientVectors =
     int64_t{kLossGradientThreads} * kLossGradientItems * 2;
 
 inline constexpr int kFlatThreads = 256;
 inline constexpr int kFlatItems = 4;
-/// Rows of fewer whole vectors than a warp has threads are written as one array, too.
+/// Rows of fewer than 32 vectors, so fewer than a warp has lanes, are written as one array, too.
 inline constexpr int64_t kFewVectors = 32;
 
-/// How a team reads a row of kItems vectors per thread and step.
+/// The way in which a team reads a row, with kItems vectors per thread and step.
 ///   steps  several steps: the loads of the next one are in flight while the current one is summed
 ///   once   one step has the whole row
 ///   inner  as once, for a row that begins anywhere: whole vectors, and one element per thread at
 ///          the edges. With partial vectors, `once` could need one more warp.
 enum class RowPass { steps, once, inner };
 
-/// Rows in shared memory, read in vectors of `lanes` elements, which divides the number of classes.
+/// Plan for rows that are copied to shared memory and read in vectors of `lanes` elements. `lanes`
+/// divides the number of classes.
 struct FlatRows {
   TeamShape team;
   int lanes;
@@ -73,8 +78,8 @@ struct CrossEntropyPlan {
   std::optional<FlatRows> flat;
   Alignment alignment;
   RowPass pass;
-  TeamShape team;                // of a row
-  std::optional<TeamShape> all;  // if one block or cluster has all rows, it adds the losses, too
+  TeamShape team;                // the threads of a row
+  std::optional<TeamShape> all;  // one block or cluster with all rows: adds the losses
 };
 
 /// The work of a block: a part of a row of gradients, or several short rows.
@@ -108,7 +113,7 @@ RowForm form_of(const Arguments& p) {
   return is_spread(p.target) ? RowForm::spread : RowForm::target;
 }
 
-/// The alignment for logits and probabilities, given the alignment of all tensors of the logits'
+/// The alignment of logits and probabilities. `alignment`: that of all tensors with the logits'
 /// dtype.
 inline Alignment with_probabilities(Alignment alignment, const ClassTarget& target, Dtype dtype,
                                     int64_t classes) {
@@ -131,12 +136,12 @@ inline int64_t vectors_of_row(Alignment alignment, Dtype dtype, int64_t classes)
   return ceil_div(classes, vector_lanes(dtype)) + (alignment == Alignment::vector ? 0 : 1);
 }
 
-/// The team of a row, unless one block or cluster has all rows.
+/// The team of a row, for calls whose rows need several blocks or clusters.
 inline TeamShape team_of_row(const CrossEntropy& p, int64_t vectors, const Device& device) {
   const int64_t threads = ceil_div(vectors, kShortItems);
   TeamShape team =
       make_team(threads, kLossThreads, threads <= kWarpLanes ? kSharedLossThreads : 0, 1);
-  // Long rows, too few to occupy every SM, are shared by the blocks of a cluster.
+  // Clusters of blocks share long rows if there are too few rows to occupy every SM.
   while (device.runs_90_code && team.threads == kLossThreads && team.blocks() < kMaxClusterBlocks &&
          p.rows * team.blocks() < 2 * device.multiprocessors && threads > 2 * team.size()) {
     ++team.log_blocks;
@@ -144,7 +149,7 @@ inline TeamShape team_of_row(const CrossEntropy& p, int64_t vectors, const Devic
   return team;
 }
 
-/// Teams of one block or cluster with all rows.
+/// The teams of rows in one block or cluster, and the team `all` of all its threads.
 struct FewRows {
   TeamShape team;
   TeamShape all;
@@ -167,7 +172,8 @@ inline std::optional<FewRows> choose_few_rows(const CrossEntropy& p, int64_t vec
     plan.team = make_team(warps * kWarpLanes, kFewThreads, kFewThreads, 1);
   } else {
     plan.team = make_team(ceil_div(vectors, kShortItems), kWarpLanes, kFewThreads, 1);
-    // At least two warps per block: blocks of a single warp exchange nothing within team `all`.
+    // At least two warps per block: a team reduces through shared memory only in blocks of several
+    // warps.
     least_teams = 2 * kWarpLanes / plan.team.threads;
   }
   const int64_t teams = ceil_div(rows_of_block, least_teams) * least_teams;
@@ -188,7 +194,8 @@ inline std::optional<FlatRows> choose_flat_rows(const CrossEntropy& p, Alignment
   }
   const int log_threads = ceil_log2(ceil_div(p.classes, flat_elements(element)));
   const TeamShape team{1 << log_threads, log_threads, 0, kFlatLossThreads >> log_threads};
-  // Rows of whole vectors are excluded.
+  // At most half of the widest vector: alignment_of_rows() has found that the rows are not whole
+  // vectors.
   int lanes = vector_lanes(p.dtype) / 2;
   while (p.classes % lanes != 0) lanes /= 2;
   return FlatRows{team, lanes,
@@ -200,8 +207,8 @@ inline Alignment alignment_of_rows(const CrossEntropy& p) {
   return with_probabilities(alignment_of(tensors, p.dtype, p.rows, p.classes), p.target, p.dtype,
                             p.classes);
 }
-/// The alignment of logits and of a narrower gradient: a lane of a vector of logits has the same
-/// place in a vector of as many elements of the gradient.
+/// The alignment of logits and of a gradient of a narrower type. A lane needs the same place in a
+/// vector of logits and in a vector of as many gradients.
 inline Alignment alignment_of_wide_rows(const CrossEntropyBackward& p) {
   const TensorRows logits[] = {{p.logits, p.row_stride}};
   const auto lanes = static_cast<uint64_t>(vector_lanes(p.dtype));
@@ -259,7 +266,7 @@ inline TeamShape choose(const LossSum& p, const Device& device) {
   return make_team(std::max<int64_t>(ceil_div(p.rows, 4), kWarpLanes), kSumThreads, 0, 1);
 }
 
-/// Depends on no property of the GPU.
+/// Selects by shape and alignment only; the plan is the same on every GPU.
 inline CrossEntropyBackwardPlan choose(const CrossEntropyBackward& p, Alignment alignment) {
   CrossEntropyBackwardPlan plan{};
   plan.alignment = alignment;

@@ -1,6 +1,7 @@
 // The divergence of two distributions per row, and its gradient with respect to the logits of one.
-// A block has a row, and a thread every 256th class: loads of a warp are adjacent wherever rows
-// begin. With at most 60 registers, 1,024 threads per SM have 8 loads each in flight.
+// A block processes a row, and a thread every 256th class, so that the loads of a warp are adjacent
+// whatever the alignment of the rows. With at most 60 registers, 1,024 threads per SM have 8 loads
+// each in flight.
 
 #include "target.cuh"
 #include "torchkiln/device/block_reduce.cuh"
@@ -18,7 +19,7 @@ struct DivergenceMath : ExactMath {
   }
 };
 
-/// The logarithms of the probabilities of a row.
+/// The log-probabilities of a row.
 template <class C>
 struct LogRow {
   const C* logits;

@@ -1,5 +1,5 @@
-// Loss and log-sum-exp of each row of logits, read once, and the sum of the losses. Or the
-// log-probability of a class and the entropy (RowForm::logprob), by the last three plans.
+// Loss and log-sum-exp of each row of logits, read once, and the sum of the losses. The last three
+// plans also compute the log-probability of a class and the entropy (RowForm::logprob).
 //
 //   plan       kernel                    when
 //   few rows   cross_entropy_few_rows    the sum is wanted, and one block or cluster has all rows
@@ -20,7 +20,7 @@ namespace torchkiln::cuda {
 using namespace reduce;
 namespace {
 
-/// A team has one row.
+/// Computes one row per team.
 template <class Access, RowForm kForm, int kItems, RowPass kPass>
 __global__ void __launch_bounds__(kLossThreads, 4)
     cross_entropy_rows(CrossEntropy p, TeamShape shape) {
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kLossThreads, 4)
   (void)loss_of_row<Access, kForm, kItems, kPass>(p, team, team.first_team() + team.index());
 }
 
-/// Adds the losses and the weights that the threads of a team have, and stores the result.
+/// Adds the losses and the weights of the threads of a team, and stores the result.
 template <class C>
 __device__ __forceinline__ void store_sum(const LossSum& p, Team<double, 2>& team,
                                           double (&sums)[2]) {
@@ -41,7 +41,7 @@ __device__ __forceinline__ void store_sum(const LossSum& p, Team<double, 2>& tea
   if (p.mean) *static_cast<C*>(p.divisor) = static_cast<C>(sums[1]);
 }
 
-/// One block or cluster has all rows, one per team, and adds their losses, too.
+/// Processes all rows in one block or cluster, one row per team, and adds their losses.
 template <class Access, RowForm kForm, int kItems, RowPass kPass>
 __global__ void __launch_bounds__(kFewThreads, 1)
     cross_entropy_few_rows(CrossEntropy p, LossSum total, TeamShape shape, TeamShape all_shape) {
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kFewThreads, 1)
   store_sum<C>(total, all, sums);
 }
 
-/// One team, a block or a cluster, adds the losses and the weights of all rows.
+/// Adds the losses and the weights of all rows, by one team: a block or a cluster.
 template <class C>
 __global__ void __launch_bounds__(kSumThreads) sum_losses(LossSum p, TeamShape shape) {
   __shared__ TeamStorage<double, 2> storage;
@@ -113,7 +113,7 @@ Status launch_rows(const CrossEntropy& p, const LossSum* total, const CrossEntro
                      : status;
 }
 
-/// The kernel for targets that are classes.
+/// Launches the kernel for targets that are class indices.
 template <class Access, RowForm kForm>
 Status launch_pass(const CrossEntropy& p, const LossSum* total, const CrossEntropyPlan& plan,
                    CUstream_st* stream) {

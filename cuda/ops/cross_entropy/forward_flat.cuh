@@ -1,7 +1,7 @@
 #pragma once
 
-// Losses of short rows that begin anywhere. A block copies adjacent rows as one array to shared
-// memory, in whole vectors. Teams of a few threads then read a row each.
+// Losses of short rows with any alignment. A block copies adjacent rows as one array to shared
+// memory, in whole vectors. Teams of a few threads then read one row each.
 
 #include <cuda_pipeline.h>
 

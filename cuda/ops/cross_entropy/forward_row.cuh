@@ -9,9 +9,9 @@
 namespace torchkiln::cuda {
 namespace {
 
-/// {maximum, sum of exp(logit - maximum)}, and if q is spread over classes, {sum of
-/// q * (logit - base), sum of q}; for a log-probability the sum of
-/// exp(logit - maximum) * (logit - maximum).
+/// Values that a team reduces: {maximum, sum of exp(logit - maximum)}. If q is spread over classes,
+/// also {sum of q * (logit - base), sum of q}; for a log-probability, also the sum of exp(logit -
+/// maximum) * (logit - maximum).
 template <RowForm kForm>
 inline constexpr int kLossValues = kForm == RowForm::spread    ? 4
                                    : kForm == RowForm::logprob ? 3
@@ -22,7 +22,7 @@ template <class Math>
 struct SumOfEntropies : SumOfExponentials<Math> {
   using Base = SumOfExponentials<Math>;
 
-  /// Converts both sums, relative to `from`, into sums relative to `to`.
+  /// Converts both sums from exponents relative to `from` to exponents relative to `to`.
   template <class C>
   static __device__ __forceinline__ void rescale(C& sum, C& moment, C from, C to) {
     if (from == to || from == -C(INFINITY)) return;
@@ -46,7 +46,7 @@ struct SumOfEntropies : SumOfExponentials<Math> {
 template <class C>
 struct RowLoss {
   C loss = 0;
-  C weight = 0;  // of the target
+  C weight = 0;  // weight of the target
 };
 
 /// Stores loss, log-sum-exp, mass and weight of a row. `values`: see kLossValues; `logit`: the
@@ -78,15 +78,16 @@ __device__ __forceinline__ RowLoss<C> finish_row(const CrossEntropy& p, int64_t 
   }
   const C log_sum = log(values[1]);
   const C log_sum_exp = reference + log_sum;
-  // The rounding error of log_sum_exp.
+  // The part of the log-sum-exp that the rounding above cut off.
   const C rounding = (reference - log_sum_exp) + log_sum;
   C mass, loss;
   if constexpr (kSpread) {
     mass = values[3];
     loss = mass * ((reference - base) + log_sum) - values[2];
-    // Replaces the NaN of an infinite probability times a distance of 0.
+    // An infinite probability times a distance of 0 made the loss NaN; the true loss is infinite.
     if (isinf(mass) && log_sum > C(0)) loss = mass;
-    // With label_smoothing 1 the target's own share is 0; times an infinite distance it is NaN.
+    // With label_smoothing 1 the target class has the factor 0. Times an infinite distance, the
+    // loss is NaN as in torch.
     if (p.target.label_smoothing == 1 && has_class)
       loss += C(0) * (log_sum_exp - convert<C>(logits[target.index]));
   } else {
@@ -115,9 +116,9 @@ __device__ __forceinline__ RowLoss<C> finish_row(const CrossEntropy& p, int64_t 
   return {loss, target.weight};
 }
 
-/// A team reads a row once. Each thread keeps a running maximum and the sum of exponentials
-/// relative to it. All threads of the block call it once; the first thread of the team gets the
-/// loss.
+/// Reads the row of a team once. Each thread keeps a running maximum and the sum of exponentials
+/// relative to it. All threads of the block must call it once; only the first thread of a team gets
+/// the loss.
 template <class Access, RowForm kForm, int kItems, RowPass kPass, class LossTeam,
           class C = Compute<typename Access::T>>
 __device__ __forceinline__ RowLoss<C> loss_of_row(const CrossEntropy& p, LossTeam& team,
@@ -178,7 +179,8 @@ __device__ __forceinline__ RowLoss<C> loss_of_row(const CrossEntropy& p, LossTea
     if constexpr (kLogprob) most = rounded_product(most, scale);
     const C largest = fmax(values[0], most);
     const C reference = Sums::reference(largest);
-    // Groups are summed first: the rounding error grows with the number of groups.
+    // Groups are summed first: the rounding error then grows with the number of groups, not of
+    // classes.
     C group_sum = 0, group_logits = 0, group_q = 0, group_moment = 0;
     const auto add = [&](C logit_of_class) {
       if constexpr (kLogprob) {
@@ -236,8 +238,8 @@ __device__ __forceinline__ RowLoss<C> loss_of_row(const CrossEntropy& p, LossTea
       for (int k = 0; k < kItems; ++k) items[k] = next[k];
     }
   }
-  // The threads of a warp first reduce the maximum, which leaves one exponential per thread for the
-  // rescaling.
+  // Lanes first reduce the maximum within their warp; then each thread rescales its sums with one
+  // exponential.
   C largest[1] = {values[0]};
   team.reduce_in_warp(largest, Max{});
   if constexpr (kLogprob) {

@@ -10,13 +10,13 @@
 namespace torchkiln::cuda {
 namespace {
 
-/// The smallest exponent whose product with its exponential is computed: those of all smaller ones
-/// are 0, of -infinity too.
+/// Exponents z below this bound are raised to it in products z * exp(z): these products are 0, and
+/// so is that of -infinity, which would be NaN.
 template <class C>
 inline constexpr C kLeastExponent = C(-1e4);
 
-/// The product, rounded. In a fused multiply-subtract its rounding error would be the difference of
-/// equal logits: 1e31 for logits of 1e38.
+/// The product, rounded before a subtraction. A fused multiply-subtract would return the rounding
+/// error of the product for equal logits: 1e31 for logits of 1e38.
 __device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ double rounded_product(double a, double b) { return __dmul_rn(a, b); }
 
@@ -25,7 +25,7 @@ template <class C>
 struct RowTarget {
   int64_t index = -1;  // counted from the row's first class; negative if that is in another shard,
                        // or if probabilities are given
-  C weight = 1;        // of the row; 0 if it is ignored or its class is in another shard
+  C weight = 1;        // weight of the row; 0 if it is ignored or its class is in another shard
   bool ignored = false;
 };
 
@@ -59,14 +59,14 @@ __device__ __forceinline__ RowTarget<C> target_of(const ClassTarget& target, int
   return found;
 }
 
-/// The target distribution q in a vector of classes, if q is spread over several classes.
+/// The distribution q of a row, a vector of classes at a time, if q is spread over several classes.
 template <class Access, class C>
 struct Distribution {
   using T = typename Access::T;
   static constexpr int kLanes = Access::kLanes;
 
   const void* probabilities;  // null if a class is given
-  Dtype dtype;                // of the probabilities
+  Dtype dtype;                // dtype of the probabilities
   int64_t row_begin;          // begin of the row in `probabilities`, in elements
   const C* weight;
   int index;
@@ -87,7 +87,8 @@ struct Distribution {
     return static_cast<const P*>(probabilities) + row_begin;
   }
 
-  /// Loads probabilities of the logits' dtype, float32 for logits in half precision, or vice versa.
+  /// Loads probabilities whose dtype is that of the logits or, mixed, float32 for half precision or
+  /// half precision for float32.
   __device__ __forceinline__ void load_row(const Access& access, int column, C (&q)[kLanes]) const {
     if (dtype == DtypeOf<T>::value) {
       widen(access.load(row<T>(), column), q);

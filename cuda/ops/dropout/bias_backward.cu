@@ -23,7 +23,7 @@ struct GradientBody {
   static constexpr int kRowsInFlight = dropout_rows_in_flight(Lanes);
   using Item = Vec<T, Lanes>;
 
-  DropoutBackward problem;  // whose rows are several rows each if they are folded
+  DropoutBackward problem;  // a folded row is several adjacent rows
   C scale;
   int64_t rest_begin;  // the elements after the last folded row
   int64_t rest_length;

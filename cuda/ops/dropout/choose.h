@@ -10,18 +10,20 @@
 
 namespace torchkiln::cuda {
 
-/// Blocks per SM. Philox takes much arithmetic: more threads, with fewer rows in flight per thread.
+/// Blocks per SM. Philox takes much arithmetic, so more threads help; they leave registers for
+/// fewer rows in flight per thread.
 inline constexpr int kDropoutBlocks = 3;
 constexpr int dropout_rows_in_flight(int lanes) { return lanes > 1 ? 2 : 4; }
 
-/// Fewest folded rows, of `fold` rows each. With fewer, the rows that are left over would take too
-/// long.
+/// Fewest folded rows, of `fold` rows each. With fewer, the remaining rows, which are read element
+/// by element, would take too long.
 inline constexpr int64_t kFewestDropoutFolds = 8;
-/// Fewest elements whose Philox draws, one for each, take longer than the sums of folded columns.
+/// Fewest elements for which folding is faster than one Philox draw per element, although folded
+/// sums need a second kernel.
 inline constexpr int64_t kManyDraws = 1 << 21;
 
-/// One pass over rows, or over `fold` adjacent rows as one: in vectors of `lanes` elements, or in
-/// single ones.
+/// One pass over all rows, or over groups of `fold` adjacent rows that are read as one row: in
+/// vectors of `lanes` elements, or in single elements.
 struct DropoutPlan {
   int lanes;
   reduce::columns::Plan columns;
@@ -41,8 +43,8 @@ inline DropoutPlan choose(const DropoutBackward& p, const device::Device& device
   };
   if (in_vectors) return plan_of(widest, 1);
   const DropoutPlan single = plan_of(1, 1);
-  // A single element takes a Philox draw of its own, which serves a whole vector as well. Folded
-  // sums need the second kernel.
+  // Without vectors each element takes a Philox draw of its own; with vectors, one draw serves a
+  // vector. Folded rows have vectors, but their sums need a second kernel.
   const int fold = widest / static_cast<int>(std::gcd(p.columns, int64_t{widest}));
   const bool is_dense = p.grad_column_stride == 1 && p.grad_row_stride == p.columns &&
                         device::aligned(p.grad) && device::aligned(p.grad_x);

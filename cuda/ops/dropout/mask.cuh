@@ -11,7 +11,8 @@ namespace torchkiln::cuda {
 using namespace device;
 namespace {
 
-/// Whether each of N adjacent elements is kept. The index of the first, `at`, is a multiple of N.
+/// Whether each of N adjacent elements is kept. `at`, the index of the first element, is a multiple
+/// of N.
 template <int N>
 struct Mask {
   Draw drawn;
@@ -23,8 +24,8 @@ struct Mask {
         first(static_cast<int>(at % 8)),
         last(dropout.last) {
     if constexpr (N < 8) {
-      // Moves the words of these elements to the front: a variable index would move the array to
-      // local memory.
+      // Moves the words for these elements to the front of the array. A variable index would move
+      // the array to local memory.
 #pragma unroll
       for (int w = 0; w < (N + 1) / 2; ++w) {
 #pragma unroll

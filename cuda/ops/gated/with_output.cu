@@ -7,8 +7,8 @@ namespace torchkiln::cuda {
 
 using namespace device;
 
-/// The operands are halves of packed rows. The kernels that read such rows in vectors serve all
-/// activations, so the others do, too.
+/// Operands are the halves of packed rows. One kernel selects the activation at run time, as the
+/// kernels that read such rows in vectors do.
 Status gated_backward_with_output(const Elementwise<3, 3>& arguments, Activation activation,
                                   CUstream_st* stream) {
   return dispatch_floating(arguments.dtype, [&](auto tag) {

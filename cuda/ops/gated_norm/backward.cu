@@ -1,7 +1,7 @@
-// Gradients of gated norms in one pass: a team takes one token of its group after another and keeps
-// the sums of its columns in registers. A second kernel adds the sums of all blocks. One plan for
-// all groups that a block holds; longer ones are composed of other ops (cpp/ops/gated_norm).
-// backward_by_dtype.cuh has the kernel, common.cuh the order of the groups.
+// Gradients of gated norms in one pass: a team processes the tokens of its group one by one and
+// keeps the sums of its columns in registers. A second kernel adds the sums of all blocks. One plan
+// serves all groups that fit in the registers of a block; for longer groups cpp/ops/gated_norm
+// composes other ops. backward_by_dtype.cuh has the kernel, common.cuh the order of the groups.
 
 #include "common.cuh"
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// Gradients of gated norms in one pass: a team takes one token of its group after another.
+// Gradients of gated norms in one pass: a team processes the tokens of its group one by one.
 //
 //   registers  grad, x, gate of a token          loaded once, as vectors
 //              sums[column] += grad * ...        kept over all tokens of the team
@@ -40,14 +40,14 @@ __device__ __forceinline__ void load_weights(const GatedNormBackward& p, int64_t
   }
 }
 
-/// Writes the sums of a block to `to`. Sums of several teams are added in shared memory, in a fixed
-/// order.
+/// Writes the sums of a block to `to`. The sums of several teams are first added in shared memory,
+/// in a fixed order.
 template <class Tile, class C>
 __device__ __forceinline__ void write_sums(const TeamShape& shape, int team, const Tile& tile,
                                            int columns, const C (&sums)[Tile::kItems][Tile::kLanes],
                                            C* shared, C* to) {
   const bool alone = shape.per_block == 1;
-  if (!alone) __syncthreads();  // the weights were read
+  if (!alone) __syncthreads();  // all threads have read the weights
   C* const own = alone ? to : shared + team * columns;
 #pragma unroll
   for (int k = 0; k < Tile::kItems; ++k)
@@ -61,7 +61,7 @@ __device__ __forceinline__ void write_sums(const TeamShape& shape, int team, con
   }
 }
 
-/// step: the distance from one token of a team to its next token.
+/// Computes the gradients of a team's tokens. `step`: tokens from one token of a team to its next.
 template <class Tile, bool kGateFirst>
 __global__ void __launch_bounds__(kGradientThreads)
     gated_norm_gradients(GatedNormBackward p, TeamShape shape, Divisor groups, int64_t step,
@@ -99,8 +99,8 @@ __global__ void __launch_bounds__(kGradientThreads)
     T* const grad_x = static_cast<T*>(p.grad_x) + result;
     T* const grad_gate = static_cast<T*>(p.grad_gate) + result;
 
-    // The gradients of the normalized elements. If the gate is first they are computed again after
-    // the reduction, because silu and its derivative take more registers than the inputs.
+    // The gradients of the normalized elements. If the gate comes first they are computed again
+    // after the reduction: in registers, silu and its derivative take more space than the inputs.
     C gradient[kItems][kLanes];
     C dot[1] = {};
 #pragma unroll

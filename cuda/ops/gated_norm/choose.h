@@ -1,7 +1,7 @@
 #pragma once
 
-// How gated norms distribute their groups. Includes no header of CUDA: tests/kernels run it without
-// a GPU.
+// The distribution of the groups of gated norms over blocks. Includes no header of CUDA:
+// tests/kernels run it without a GPU.
 
 #include "detail/rowwise/plans.h"
 #include "torchkiln/kernels/gated_norm.h"
@@ -14,24 +14,24 @@ using namespace rowwise;
 inline constexpr const char* kNotHeld =
     "a group has more elements than the registers of a block hold";
 
-/// A group of a token in the registers of a team.
+/// The team that holds one group of a token in registers.
 struct GatedNormPlan {
   static constexpr const char* kWhy = "A team holds a group of x and of the gate: one pass.";
   RowPlan rows;
   Alignment alignment;
 };
 
-/// Teams that take one token of their group after another.
+/// The teams that process tokens of their group one by one.
 struct GatedGradientPlan {
   static constexpr const char* kWhy = "A team keeps the sums of its columns over many tokens.";
   TeamShape team;
   int shared_bytes;
-  int64_t chunks;  // blocks of each group
+  int64_t chunks;  // blocks per group
   Alignment alignment;
 };
 
 /// The alignment of the groups of all tokens. Groups that are not whole vectors are read element by
-/// element, because their weights begin anywhere.
+/// element, because the weights of each group have another offset.
 template <class Problem, int N>
 Alignment alignment_of_groups(const Problem& p, const TensorRows (&tensors)[N]) {
   const Alignment alignment = alignment_of(tensors, p.dtype, p.tokens, p.columns);
@@ -59,21 +59,21 @@ inline Alignment alignment_of_groups(const GatedNormBackward& p) {
 inline std::optional<GatedNormPlan> choose(const GatedNorm& p, Alignment alignment,
                                            const Device& device) {
   alignment = without_short_edges(p.dtype, alignment, p.columns);
-  // x and gate: two rows at once. Small blocks of a cluster are scheduled sooner.
+  // x and gate count as two rows. Small blocks, because those of a cluster are scheduled sooner.
   const auto rows = plan_rows(p.dtype, alignment, p.columns, 2, kRowThreads / 2, device);
   if (!rows) return std::nullopt;
   return GatedNormPlan{*rows, alignment};
 }
 
-// Threads per SM: the 128 registers of each hold 3 x 4 vectors and, in half precision, 32 sums.
+// Threads per SM. Each has 128 registers for 3 x 4 vectors and, in half precision, 32 sums.
 inline constexpr int kGradientThreads = 512;
-inline constexpr int kScalarItems = 8;  // elements of a thread if groups are not whole vectors
+inline constexpr int kScalarItems = 8;  // per thread, if groups are not whole vectors
 
 /// Returns nullopt if no block holds a group.
 inline std::optional<GatedGradientPlan> choose(const GatedNormBackward& p, Alignment alignment,
                                                const Device& device) {
-  constexpr int kSmallBlock = 128;  // block size of teams that share a block
-  // The most tokens of a team: the rounding errors of its sums grow with the tokens.
+  constexpr int kSmallBlock = 128;  // threads of a block with several teams
+  // Most tokens per team: the rounding errors of its sums grow with the number of tokens.
   constexpr int64_t kMaxTokens = 1024;
   const bool in_vectors = alignment == Alignment::vector;
   const int lanes = in_vectors ? vector_lanes(p.dtype) : 1;

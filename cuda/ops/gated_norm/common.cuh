@@ -7,7 +7,7 @@
 //   0 ...      |<-team 0-->|<-team 0-->|     |            |     the next tokens
 //              |<-team 1-->|<-team 1-->|     |            |
 //
-// The teams of a block have the same group of adjacent tokens, so they share the weight, and blocks
+// The teams of a block process the same group in adjacent tokens, so they share the weight. Blocks
 // that run at the same time read adjacent groups.
 
 #include "choose.h"
@@ -22,7 +22,8 @@ using namespace device;
 using namespace rowwise;
 namespace {
 
-/// The group of a block or cluster, and the index of the block or cluster in the group.
+/// The group of a block or cluster, and the index of that block or cluster among those of the
+/// group.
 struct GroupBlock {
   int64_t group;
   int64_t index;
@@ -35,7 +36,8 @@ struct GroupBlock {
   }
 };
 
-/// The offset of a group's elements in [tokens, groups, columns], where tokens are `stride` apart.
+/// The offset of a group's first element in [tokens, groups, columns]. Tokens are `stride` elements
+/// apart.
 template <class Problem>
 __device__ __forceinline__ int64_t offset_of(const Problem& p, int64_t token, int64_t group,
                                              int64_t stride) {

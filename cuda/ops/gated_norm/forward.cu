@@ -1,7 +1,7 @@
 // RMS norm of the groups of a token, and their gate, in one pass over x and gate. A team of threads
-// holds a group in registers, sums the squares and writes the product: one plan for all rows that a
-// team holds. For longer groups, where holds_rows() is false, cpp/ops/gated_norm composes other
-// ops. forward_by_dtype.cuh has the kernel, common.cuh the order of the groups.
+// holds a group in registers, sums the squares and writes the product: one plan for all groups that
+// a team can hold. For longer groups, where holds_rows() is false, cpp/ops/gated_norm composes
+// other ops. forward_by_dtype.cuh has the kernel, common.cuh the order of the groups.
 
 #include "common.cuh"
 

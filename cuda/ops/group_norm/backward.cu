@@ -35,10 +35,11 @@ __device__ __forceinline__ void store_coefficients(const GroupNormBackward& p, i
   coefficients[all + group] = static_cast<C>(sums[0] * rstd / count - slope * low);
 }
 
-/// Each block (x, y) computes the totals of part y of the channels of a group of a sample, or each
-/// thread those of a group (kAlone): for each channel the sums of g and of g * n, in `totals`
-/// [2, batch * channels]; and the coefficients of grad_x, or with several blocks of a group its
-/// sums over the channels of the block, in `of_chunks` [groups, gridDim.y, 2].
+/// Each block (x, y) computes the totals of chunk y of the channels of a group of a sample. With
+/// kAlone, each thread computes those of a whole group. Writes for each channel the sums of g and
+/// of g * n to `totals` [2, batch * channels]. Writes the coefficients of grad_x of a group or, if
+/// several blocks share it, each block's sums over its channels to `of_chunks` [groups, gridDim.y,
+/// 2].
 template <class C, bool kAlone>
 __global__ void __launch_bounds__(kTotalThreads)
     add_group(GroupNormBackward p, GroupParts parts, double* totals, C* coefficients,
@@ -91,7 +92,8 @@ __global__ void __launch_bounds__(kTotalThreads)
   to[1] = of_group[1];
 }
 
-/// The coefficients of grad_x from the sums of the chunks of each group, which has a block.
+/// Computes the coefficients of grad_x from the sums of all chunks of a group, with a block per
+/// group.
 template <class C>
 __global__ void __launch_bounds__(kTotalThreads)
     add_chunks(GroupNormBackward p, const double* of_chunks, int64_t chunks, C* coefficients) {
@@ -129,7 +131,8 @@ Status add_groups(const GroupNormBackward& p, const GroupParts& parts, double* t
                            chunks, coefficients);
 }
 
-/// The gradients of weight and bias: sums over the samples, a warp's width of channels per block.
+/// Computes the gradients of weight and bias: sums over the samples. A block has as many channels
+/// as a warp has lanes.
 __global__ void __launch_bounds__(kTotalThreads)
     add_samples(GroupNormBackward p, const double* totals) {
   wait_for_previous_kernel();

@@ -1,5 +1,6 @@
-// Gradients for groups that several blocks share. One kernel adds over the samples for weight and
-// bias, and adds the tiles of each group; another one adds the tiles up and writes grad_x.
+// Gradients for groups that several blocks share. The first kernel sums over the samples for weight
+// and bias, and sums the tiles of each group. The second kernel adds the sums of the tiles of a
+// group and writes grad_x.
 
 #include "parts.cuh"
 #include "samples.cuh"
@@ -7,7 +8,7 @@
 namespace torchkiln::cuda {
 namespace {
 
-/// `of_groups`: as sample_sums() writes them.
+/// Writes grad_x. `of_groups`: the sums per tile that sample_sums() writes.
 template <class T, int kLanes, class Act>
 __global__ void __launch_bounds__(kGroupPartThreads, kGroupPartBlocks)
     part_input_gradients(GroupNormBackward p, PartRows rows, Act act, const Compute<T>* of_groups,

@@ -1,5 +1,6 @@
-// Gradients for groups that a team holds. One kernel reads each element once and writes grad_x. The
-// gradients of weight and bias are sums over the samples, which read grad and x again.
+// Gradients for groups that fit in the registers of a team. One kernel reads each element once and
+// writes grad_x. Another kernel, which reads grad and x again, sums over the samples for weight and
+// bias.
 
 #include "samples.cuh"
 #include "teams.cuh"
@@ -7,7 +8,7 @@
 namespace torchkiln::cuda {
 namespace {
 
-/// grad_x of a group, by the team that has its elements in registers.
+/// Writes grad_x of a group, by the team that has its elements in registers.
 template <class Tile, class Act>
 __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Tile, 2>)
     team_input_gradients(GroupNormBackward p, GroupRows rows, Act act) {
@@ -30,7 +31,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks<Tile, 2>)
   const C* const statistics = static_cast<const C*>(p.statistics) + (inside ? row : 0);
   const C mean = statistics[0], low = statistics[all], rstd = statistics[2 * all];
   const GroupParameters<Tile> parameters(p, rows, inside ? row : 0);
-  // g, x - mean, and the factors of item k.
+  // Computes g, x - mean, and the factors of item k.
   const auto differentiate_item = [&](int k, C(&g)[kLanes], C(&from_mean)[kLanes],
                                       C(&weight)[kLanes], C(&scale)[kLanes]) {
     C bias[kLanes];

@@ -9,23 +9,24 @@
 
 namespace torchkiln::cuda {
 
-/// Blocks per SM of the kernels that write y, and of the kernels that read grad and x.
+/// Blocks per SM: kernels that write y, and kernels that read grad and x.
 inline constexpr int kGroupOutputBlocks = 3;
 inline constexpr int kGroupBackwardBlocks = 2;
-/// Fewest rows of a thread: with fewer, partial sums cost more than they gain.
+/// Fewest rows per thread. With fewer rows, more partial sums would take longer than more blocks
+/// save.
 inline constexpr int64_t kFewestSampleRows = 8;
 inline constexpr int kMergeThreads = 256;  // most threads of a block that merges a group's moments
 
-/// How the segments of planes are shared among threads. Depends only on the shape.
+/// The distribution of the segments of planes over threads. Depends only on the shape.
 struct PlanePlan {
   static constexpr int kMaxItems = 8;
 
   int64_t planes;
   int64_t inner;     // elements of a plane
-  int threads;       // of a segment, a power of 2
+  int threads;       // threads per segment, a power of 2
   int items;         // vectors of a segment per thread
   int64_t segment;   // elements of a segment
-  int64_t segments;  // of a plane
+  int64_t segments;  // segments per plane
   Divisor divisor;   // segments, if a plane has several
 
   TORCHKILN_HOST_DEVICE int64_t rows() const { return planes * segments; }
@@ -36,7 +37,7 @@ struct PlanePlan {
 struct PlanePass {
   int lanes;  // kChannelLanes, or 1 for single elements
   PlanePlan plan;
-  int64_t blocks;  // at most as many as are resident together
+  int64_t blocks;  // all of them are resident
 };
 
 inline PlanePlan make_plane_plan(const GroupLayout& layout, int lanes) {
@@ -54,7 +55,7 @@ inline PlanePlan make_plane_plan(const GroupLayout& layout, int lanes) {
   return plan;
 }
 
-/// `blocks`: per SM.
+/// `blocks`: blocks per SM.
 inline PlanePass make_plane_pass(Dtype dtype, const GroupLayout& layout,
                                  std::initializer_list<const void*> tensors, int blocks,
                                  const Device& device) {
@@ -65,8 +66,8 @@ inline PlanePass make_plane_pass(Dtype dtype, const GroupLayout& layout,
   return {lanes, plan, std::min(most, int64_t{device.multiprocessors} * blocks)};
 }
 
-/// The plan of one sample of adjacent channels, with parts so that the blocks of all samples fill
-/// the device.
+/// The plan for one sample of adjacent channels. It has as many parts as the blocks of all samples
+/// need to fill the device.
 inline ChannelPass make_sample_pass(Dtype dtype, const GroupLayout& layout,
                                     std::initializer_list<const void*> tensors, int blocks,
                                     const Device& device) {
@@ -80,32 +81,33 @@ inline ChannelPass make_sample_pass(Dtype dtype, const GroupLayout& layout,
   return {/*in_rows=*/true, lanes, plan};
 }
 
-/// Most partial sums of a group, and fewest groups, whose sums one thread adds, not a block.
+/// A thread instead of a block adds the sums of a group, if there are at most kFewGroupSums of them
+/// and at least kManyGroups groups.
 inline constexpr int64_t kFewGroupSums = 8;
 inline constexpr int64_t kManyGroups = 4096;
 inline bool threads_have_groups(const GroupLayout& layout, int64_t parts) {
   return layout.channels_per_group() * parts <= kFewGroupSums && layout.all_groups() >= kManyGroups;
 }
 
-/// Blocks that share the channels of a group where they add up partial sums.
+/// Blocks that share the channels of a group when they add its partial sums.
 inline int64_t group_chunks(const GroupLayout& layout, const Device& device) {
-  constexpr int64_t kFewestChannels = 1024;  // of a block
+  constexpr int64_t kFewestChannels = 1024;  // per block
   const int64_t fills = ceil_div(int64_t{device.multiprocessors} * 2, layout.all_groups());
   return std::min(fills, ceil_div(layout.channels_per_group(), kFewestChannels));
 }
 
-/// Threads of a block that merges this many moments.
+/// Threads of a block that merges `moments` moments.
 inline int merge_threads(int64_t moments) {
   int threads = kWarpLanes;
   while (threads < kMergeThreads && threads * 4 < moments) threads *= 2;
   return threads;
 }
 
-/// The kernels of a forward: `teams`; or `moments` and their merge, and for y `parts`, `planes` or
-/// `rows`.
+/// The kernels of a forward: `teams` alone, or `moments`, their merge, and one of `parts`, `planes`
+/// and `rows` for y.
 struct GroupNormPlan {
   std::optional<GroupTeamPlan> teams;
-  ChannelPass moments;  // but for rows: of groups as channels of batch norm
+  ChannelPass moments;  // groups as channels of batch norm, except for rows
   std::optional<GroupPartPlan> parts;
   std::optional<PlanePass> planes;
   std::optional<ChannelPass> rows;

@@ -1,7 +1,7 @@
 #pragma once
 
-// Plans for groups that no team holds, whose elements are adjacent in memory: several blocks have a
-// part of a group each. Includes no header of CUDA.
+// Plans for groups with elements adjacent in memory that do not fit in the registers of a team:
+// several blocks share a group. Includes no header of CUDA.
 
 #include "choose_teams.h"
 #include "detail/reduce/plans.h"
@@ -10,17 +10,18 @@ namespace torchkiln::cuda {
 
 inline constexpr int kGroupPartThreads = 256;
 inline constexpr int kGroupPartBlocks = 3;  // per SM
-/// Fewest bytes of a part: a block adds the sums of its group before it reads its part.
+/// Fewest bytes per part. A block first adds the sums of its group, which must take less time than
+/// reading its part.
 inline constexpr int64_t kFewestPartBytes = 16 * 1024;
 
-/// How a group is shared among blocks.
+/// The parts of a group, one per block.
 struct GroupPartPlan {
-  int lanes;       // of a vector
-  int64_t parts;   // of a group
+  int lanes;       // elements per vector
+  int64_t parts;   // parts per group
   int64_t length;  // elements of a part
 };
 
-/// Parts for grad_x, and sums over samples for the other gradients and for the groups.
+/// The plan for grad_x, and the plan for sums over the samples and over the parts of groups.
 struct GroupPartsPlan {
   GroupPartPlan input;
   GroupSamplesPlan parameters;
@@ -37,7 +38,7 @@ inline std::optional<GroupPartPlan> plan_group_parts(const GroupLayout& layout, 
   const int64_t count = layout.count();
   int lanes = vector_lanes(dtype);
   for (const void* tensor : tensors) lanes = std::min(lanes, widest_lanes(tensor, dtype, {count}));
-  // Vectors of 4 or 8 elements in half precision, and of 16 bytes in others.
+  // Narrower vectors are allowed only in half precision, with 4 elements instead of 8.
   if (lanes < 4 && lanes < vector_lanes(dtype)) lanes = 1;
   const bool has_planes = lanes == 1 || layout.inner % 8 == 0;
   if (layout.inner > kMostSampleElements && has_planes) return std::nullopt;
@@ -58,7 +59,7 @@ inline std::optional<GroupPartsPlan> choose_parts(const GroupNormBackward& p,
   if (p.layout.inner > kMostSampleElements && p.layout.batch < kFewestSamples) return std::nullopt;
   const auto input = plan_group_parts(p.layout, p.dtype, {p.grad, p.x, p.grad_x}, device);
   if (!input) return std::nullopt;
-  int rows = 1;  // few samples leave the other warps of a block to more tiles
+  int rows = 1;  // samples per step; the other warps of a block have more tiles
   while (rows < kSampleThreads / kWarpLanes && rows < p.layout.batch) rows *= 2;
   return GroupPartsPlan{*input,
                         plan_samples(p.layout, p.layout.count(), input->lanes, rows, device)};

@@ -1,7 +1,7 @@
 #pragma once
 
-// Plans for groups that a team of threads holds in registers, and for sums over samples of few
-// elements. Includes no header of CUDA.
+// Plans for groups that fit in the registers of a team of threads, and for sums over samples.
+// Includes no header of CUDA.
 
 #include "detail/rowwise/plans.h"
 #include "torchkiln/kernels/group_norm.h"
@@ -16,14 +16,14 @@ struct GroupTeamPlan {
   bool in_vectors;
 };
 
-/// Gradients of weight and bias from sums over samples.
+/// The plan of a kernel that sums over samples, for the gradients of weight and bias.
 struct GroupSamplesPlan {
   int lanes;
   int rows;               // samples that a block reads at a time, a warp each
-  int64_t span;           // elements of a sample, or of a group, that have their own tiles
-  int64_t spans;          // of a sample
+  int64_t span;           // elements that have their own tiles: a sample or a group
+  int64_t spans;          // per sample
   int64_t tiles_of_span;  // a warp's width of vectors each
-  int64_t parts;          // of the samples
+  int64_t parts;          // parts of the samples
 
   int64_t tiles() const { return spans * tiles_of_span; }
 };
@@ -34,11 +34,11 @@ struct GroupTeamsPlan {
 };
 
 inline constexpr int kSampleThreads = 256;
-/// Longest groups, in bytes. Measured on an H100 in float32: 64 groups of 16 KiB take 20 us, by
-/// planes 49 us; 8192 groups of 12.5 KiB take 92 us, by planes 250 us.
+/// Longest groups of teams, in bytes. Measured on an H100 in float32: 64 groups of 16 KiB take 20
+/// us by teams and 49 us by planes; 8192 groups of 12.5 KiB take 92 us and 250 us.
 inline constexpr int64_t kMostTeamBytes = 64 * 1024;
-/// Channels with more elements take sums over samples only for at least kFewestSamples samples:
-/// then there are few sums compared to elements of x.
+/// Channels of more than kMostSampleElements elements use sums over samples only with at least
+/// kFewestSamples samples: then the sums take little memory compared to x.
 inline constexpr int64_t kMostSampleElements = 64;
 inline constexpr int64_t kFewestSamples = 16;
 
@@ -67,7 +67,7 @@ inline std::optional<GroupTeamPlan> choose_teams(const GroupNorm& p, const Devic
 
 inline GroupSamplesPlan plan_samples(const GroupLayout& layout, int64_t span, int lanes, int rows,
                                      const Device& device) {
-  constexpr int64_t kSamplesOfThread = 8;  // at least
+  constexpr int64_t kSamplesOfThread = 8;  // fewest samples
   constexpr int kBlocks = 4;               // per multiprocessor
   GroupSamplesPlan plan{lanes, rows, span, layout.channels * layout.inner / span, 0, 0};
   plan.tiles_of_span = ceil_div(span, int64_t{kWarpLanes} * lanes);

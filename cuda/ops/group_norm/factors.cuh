@@ -8,7 +8,7 @@
 namespace torchkiln::cuda {
 namespace {
 
-/// The group of a thread where each thread has a group.
+/// The group of the calling thread, in kernels with one group per thread.
 __device__ __forceinline__ int64_t group_of_thread() {
   return int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
 }
@@ -40,7 +40,7 @@ __device__ __forceinline__ void load_factors(const Problem& p, int64_t sample,
 }
 
 /// Loads the factors for the channels of a thread. The channel numbers are computed again for each
-/// sample: kept, they would take the registers of the vectors in flight.
+/// sample, because otherwise they would occupy registers that vectors in flight need.
 template <class Access, class Problem>
 __device__ __forceinline__ void load_factors(const Problem& p, int64_t sample,
                                              const ChannelCursor<Access>& cursor,
@@ -50,7 +50,7 @@ __device__ __forceinline__ void load_factors(const Problem& p, int64_t sample,
   load_factors(p, sample, channels, factors);
 }
 
-/// The factors and the coefficients of grad_x:
+/// The factors and the coefficients of the gradient of x:
 ///   grad_x = g * scale - slope * (x - mean) - level.
 template <class Access>
 struct InputGradient {
@@ -120,7 +120,7 @@ __device__ __forceinline__ void InputGradient<Access>::write(const Item& item, c
   write_elements(to, g);
 }
 
-/// Writes y of a vector of x.
+/// Writes y for a vector of x.
 template <class Access, class Act, class Vector>
 __device__ __forceinline__ void write_output(const ChannelFactors<Access>& factors, const Act& act,
                                              const Vector& x, typename Access::T* to) {
@@ -130,8 +130,8 @@ __device__ __forceinline__ void write_output(const ChannelFactors<Access>& facto
   write_elements(to, z);
 }
 
-/// Calls body(activation): silu is compiled into kernels with vectors, others are selected at run
-/// time.
+/// Calls body(activation). Kernels that read vectors have silu compiled in; all other activations
+/// are selected at run time.
 template <class Access, class Body>
 Status with_group_activation(Activation activation, const Body& body) {
   using Math = MathFor<typename Access::T>;

@@ -20,8 +20,8 @@ __global__ void __launch_bounds__(kChannelThreads, kMomentBlocks)
   });
 }
 
-/// Merges the partial moments of each group. A block has one group of one sample, or a thread has
-/// one (kAlone).
+/// Merges the partial moments of each group, with one block per group of a sample or, with kAlone,
+/// one thread.
 template <class C, bool kAlone>
 __global__ void __launch_bounds__(kMergeThreads)
     merge_group(GroupNorm p, const Moments* partial, int parts) {

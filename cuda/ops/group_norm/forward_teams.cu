@@ -1,5 +1,5 @@
-// Groups that a team of threads holds in registers: statistics and y in one kernel, which reads
-// each element once. choose_teams.h has the conditions.
+// Groups that fit in the registers of a team of threads: statistics and y in one kernel, which
+// reads each element once. choose_teams.h has the conditions.
 
 #include "launch.cuh"
 #include "teams.cuh"

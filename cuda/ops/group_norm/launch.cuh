@@ -12,14 +12,14 @@ namespace torchkiln::cuda {
 /// and the second sum is `second` elements after it.
 struct GroupParts {
   const void* sums;
-  int64_t count;  // parts of a channel
+  int64_t count;  // parts per channel
   int64_t samples;
   int64_t channels;
   int64_t parts;
   int64_t second;
 };
 
-/// Groups that teams hold: forward_teams.cu, backward_teams.cu.
+/// Groups that fit in the registers of teams: forward_teams.cu, backward_teams.cu.
 Status group_norm_by_teams(const GroupNorm& p, const GroupTeamPlan& plan, CUstream_st* stream);
 Status group_norm_backward_by_teams(const GroupNormBackward& p, const GroupTeamsPlan& plan,
                                     Allocate allocate, CUstream_st* stream);
@@ -33,7 +33,7 @@ Status group_norm_backward_by_parts(const GroupNormBackward& p, const GroupParts
 /// Computes y from the statistics, for planes of adjacent elements.
 Status group_outputs_of_planes(const GroupNorm& p, const PlanePass& pass, CUstream_st* stream);
 
-/// The statistics, and y from them, for rows of adjacent channels.
+/// Computes the statistics, and y from them, for rows of adjacent channels.
 Status group_statistics_of_rows(const GroupNorm& p, const ChannelPass& pass, Allocate allocate,
                                 CUstream_st* stream);
 Status group_outputs_of_rows(const GroupNorm& p, const ChannelPass& pass, CUstream_st* stream);

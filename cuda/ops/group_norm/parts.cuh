@@ -1,7 +1,7 @@
 #pragma once
 
-// Groups that several blocks share: forward_parts.cu, backward_parts.cu. Each block has a part of
-// the adjacent elements of one group.
+// Groups that several blocks share: forward_parts.cu, backward_parts.cu. A group is adjacent in
+// memory; each block processes one part of it.
 
 #include "factors.cuh"
 #include "launch.cuh"
@@ -14,8 +14,8 @@ namespace {
 struct PartRows {
   GroupPartPlan plan;
   Divisor inner;   // elements of a channel
-  Divisor groups;  // of a sample
-  Divisor parts;   // of a group
+  Divisor groups;  // groups per sample
+  Divisor parts;   // parts per group
   bool adjacent;   // the parameters of a vector can be read as a vector, too
 };
 
@@ -47,8 +47,8 @@ class GroupPart {
   /// The index of the group among the groups of all samples.
   __device__ __forceinline__ int64_t group() const { return group_; }
 
-  /// Calls load(k, at) for up to kCount vectors of the thread, `at` elements after the beginning of
-  /// the group, then use(k, at) for the same ones, until the part ends.
+  /// Until the part ends, calls load(k, at) for up to kCount vectors of the thread, then use(k, at)
+  /// for the same vectors. `at`: elements from the beginning of the group.
   template <int kCount, class Load, class Use>
   __device__ __forceinline__ void each(const Load& load, const Use& use) const {
     constexpr int kStep = kGroupPartThreads * kLanes;
@@ -62,7 +62,7 @@ class GroupPart {
     }
   }
 
-  /// Weight and bias of the vector at `at`; 1 and 0 where there are none.
+  /// Loads weight and bias for the vector at `at`; 1 and 0 if the norm has none.
   template <class Problem>
   __device__ __forceinline__ void parameters(const Problem& p, int64_t at, C (&weight)[kLanes],
                                              C (&bias)[kLanes]) const {

@@ -1,8 +1,8 @@
 #pragma once
 
-// Planes of adjacent elements, one for each channel of each sample. A plane is cut into segments;
-// up to 32 threads share a segment, and walk over every step-th segment. Vectors of the next
-// segments are in flight while the factors of a plane are read.
+// Planes of adjacent elements, one for each channel of each sample. A plane is cut into segments.
+// Up to 32 threads share a segment, and proceed to every step-th segment after it. Vectors of the
+// next segments are in flight while the factors of a plane are read.
 
 #include "factors.cuh"
 
@@ -17,8 +17,8 @@ inline Status grid_of(const PlanePass& pass, Grid& grid) {
   return {};
 }
 
-/// Walks over the vectors of a thread. Backwards, it begins with the vectors that the previous
-/// kernel read last, which the L2 cache still holds.
+/// Walks over the vectors of a thread. With kBackwards it begins with the vectors that the previous
+/// kernel read last, because the L2 cache still holds them.
 template <class Access, bool kBackwards>
 class PlaneWalk {
  public:
@@ -42,7 +42,7 @@ class PlaneWalk {
     return kBackwards ? plan_.rows() - 1 - index_ : index_;
   }
   __device__ __forceinline__ int64_t plane() const { return plane_; }
-  /// The index of the first element of an item of the segment; -1 beyond the end.
+  /// The index of the first element of vector `item` of the segment; -1 beyond the end.
   __device__ __forceinline__ int64_t at(int item) const {
     const int64_t place = place_ + int64_t{item} * plan_.threads * Access::kLanes;
     return place < end_ ? base_ + place : -1;
@@ -78,12 +78,12 @@ class PlaneWalk {
   int64_t step_;
   int64_t plane_ = 0;
   int64_t base_ = 0;
-  int64_t place_ = 0;  // within the plane
+  int64_t place_ = 0;  // first element, within the plane
   int64_t end_ = 0;
 };
 
-/// Copies the vectors of a thread ahead of their use to shared memory. Each thread reads only its
-/// own copies, so no barrier is needed.
+/// Reads the vectors of a thread through a ring of stages in shared memory, several vectors ahead
+/// of their use. Each thread reads only its own copies, so no barrier is needed.
 template <bool kBackwards, class Streams>
 class PlaneReader {
  public:

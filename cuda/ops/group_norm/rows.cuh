@@ -14,8 +14,8 @@ inline Status grid_of_samples(const ChannelPlan& plan, int64_t samples, Grid& gr
   return status;
 }
 
-/// Calls body(sample, index of its first element) for each sample of the block. Each call may use
-/// the shared memory.
+/// Calls body(sample, index of its first element) for each sample of the block. Each call of body
+/// may use the shared memory.
 template <class Body>
 __device__ __forceinline__ void for_each_sample(const GroupLayout& layout, const Body& body) {
   for (int64_t sample = blockIdx.z; sample < layout.batch; sample += gridDim.z) {

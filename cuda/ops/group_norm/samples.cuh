@@ -1,7 +1,8 @@
 #pragma once
 
-// Sums over the samples for the gradients of weight and bias, and in the same pass sums of each
-// group of a sample. A warp reads a tile of adjacent elements of one sample after the other.
+// Sums over the samples for the gradients of weight and bias and, in the same pass, sums of each
+// group of a sample. A warp has a tile of adjacent elements and reads it from one sample after
+// another.
 
 #include "launch.cuh"
 #include "sums.cuh"
@@ -15,15 +16,15 @@ struct SampleTiles {
   Divisor inner;    // elements of a channel
   Divisor of_span;  // tiles of a span
   int64_t span;
-  int64_t count;  // of a sample
+  int64_t count;  // tiles per sample
   int rows;
 };
 
-/// Sums of g and of g * n over samples, for each of the elements of a sample, to `partial`:
-/// [parts, 2, elements]; if it is null, they are the gradients of bias and weight. Block (x, y):
-/// tiles of the elements, every parts-th group of samples. With kGroups a span is a group, and
-/// `of_groups` [groups of all samples, tiles, 2] gets the sums of weight * g and of
-/// weight * g * (x - mean) over the tiles.
+/// Sums g and g * n over the samples, for each element of a sample, to `partial` [parts, 2,
+/// elements]. If `partial` is null, the sums are the gradients of bias and weight. Block (x, y) has
+/// tiles of the elements and every parts-th group of samples. With kGroups a span is a group, and
+/// `of_groups` [groups of all samples, tiles, 2] gets the sums of weight * g and of weight * g * (x
+/// - mean) over each tile.
 template <class T, int kLanes, bool kGroups, class Act>
 __global__ void __launch_bounds__(kSampleThreads, 2)
     sample_sums(GroupNormBackward p, SampleTiles tiles, Act act, Compute<T>* partial,
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(kSampleThreads, 2)
     };
     const int64_t step = int64_t{gridDim.y} * rows;
     int64_t sample = int64_t{blockIdx.y} * rows + row;
-    // Loads are issued in groups, because the compiler moves none before a store.
+    // Loads are issued in groups, because the compiler does not move a load before a store.
     constexpr int kLoads = !Act::kIsFixed ? 1 : kGroups ? kVectorsInFlight<Vector, Act> : 4;
     for (; sample < layout.batch; sample += kLoads * step) {
       Vector x[kLoads] = {}, grad[kLoads] = {};
@@ -124,8 +125,8 @@ __global__ void __launch_bounds__(kSampleThreads, 2)
   }
 }
 
-/// Channels of a block that adds `terms` numbers of each, `inner` of them adjacent. With few
-/// adjacent elements, adjacent threads have adjacent channels; with many, adjacent elements.
+/// Channels of a block that adds `terms` numbers per channel, `inner` of which are adjacent.
+/// Adjacent threads read adjacent elements if there are many of them, otherwise adjacent channels.
 inline int channels_of_block(int64_t inner, int64_t terms) {
   int channels = kWarpLanes;
   while (channels > 1 && channels * inner > kWarpLanes) channels /= 2;

@@ -9,8 +9,8 @@ namespace {
 
 inline constexpr int kTotalThreads = 256;
 
-/// Adds the values of the threads that have the same place in a row of `width`, a power of 2.
-/// Returns true in the threads that have the totals.
+/// Adds the values of the threads with the same index in rows of `width` threads; `width` is a
+/// power of 2. Returns true in the threads that have the totals.
 template <int kValues>
 __device__ __forceinline__ bool add_slices(double (&values)[kValues], int width) {
   __shared__ double shared[kValues][kTotalThreads];

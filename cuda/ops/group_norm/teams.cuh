@@ -1,7 +1,7 @@
 #pragma once
 
-// Groups whose elements are adjacent in memory, as rows that teams of threads hold in registers:
-// forward_teams.cu, backward_teams.cu. Each element is read once.
+// Groups whose elements are adjacent in memory are the rows of this file. A team of threads holds a
+// row in registers: forward_teams.cu, backward_teams.cu. Each element is read once.
 //
 //   group     | channel 0: inner elements | channel 1 | ... |
 //   column      0 ... inner - 1             inner ...         count - 1
@@ -19,7 +19,7 @@ using namespace rowwise;
 struct GroupRows {
   TeamShape team;
   Divisor inner;   // elements of a channel
-  Divisor groups;  // of a sample
+  Divisor groups;  // groups per sample
 };
 
 /// Weight and bias of the vectors of a group.
@@ -40,7 +40,7 @@ class GroupParameters {
              p.layout.channels_per_group();
   }
 
-  /// Weight and bias of item k; 1 and 0 where there are none.
+  /// Loads weight and bias for item k; 1 and 0 if the norm has none.
   __device__ __forceinline__ void load(const Tile& tile, int k, C (&weight)[kLanes],
                                        C (&bias)[kLanes]) const {
 #pragma unroll
@@ -60,7 +60,7 @@ class GroupParameters {
       }
     } else {
       const int column = tile.has_any(k) ? tile.column(k) : 0;
-      if (inner_.divisor() % kLanes == 0) {  // a vector has one channel
+      if (inner_.divisor() % kLanes == 0) {  // all lanes have one channel
         const uint32_t channel = inner_.quotient(static_cast<uint32_t>(column));
         const C value = read_parameter<C>(from, first_ + channel, dtype_);
 #pragma unroll
@@ -79,7 +79,7 @@ class GroupParameters {
   const void* bias_;
   Dtype dtype_;
   const Divisor& inner_;
-  int64_t first_;  // channel
+  int64_t first_;  // first channel of the group
 };
 
 /// The factors of the lanes of a vector: the argument of the activation is
@@ -90,7 +90,7 @@ __device__ __forceinline__ void set_factors(C low, C rstd, const C (&weight)[N],
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     scale[i] = rstd * weight[i];
-    // An infinite weight must not turn the rounding error of the mean, perhaps 0, into NaN.
+    // If the weight is infinite, its product with `low` (perhaps 0) must not make the result NaN.
     if (scale[i] - scale[i] == C(0)) shift[i] -= low * scale[i];
   }
 }
@@ -116,15 +116,16 @@ __device__ __forceinline__ void differentiate(const Act& act, C mean, C low, C r
   act.differentiate(g, z);
 }
 
-/// Vectors of a tensor that a thread loads before it uses the first one: 32 bytes, and less where
-/// the code of all activations is repeated for each of them.
+/// Vectors of a tensor that a thread loads before it uses the first one: 32 bytes, or 16 bytes if
+/// the activation is selected at run time, because the code of all activations is repeated per
+/// vector.
 template <class Vector, class Act>
 inline constexpr int kVectorsInFlight =
     Act::kIsFixed ? std::clamp(32 / static_cast<int>(sizeof(Vector)), 2, 8)
                   : std::clamp(16 / static_cast<int>(sizeof(Vector)), 1, 4);
 
-/// Calls body(k) for each item of a tile. With an activation that is selected at run time, the body
-/// is compiled once, not for every item; the items are then in local memory.
+/// Calls body(k) for each item of a tile. If the activation is selected at run time, body is
+/// compiled once instead of once per item; the items are then in local memory.
 template <class Act, int kItems, class Body>
 __device__ __forceinline__ void for_each_item(const Body& body) {
   if constexpr (Act::kIsFixed) {

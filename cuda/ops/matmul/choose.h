@@ -1,6 +1,6 @@
 #pragma once
 
-// Selects the kernel for a product of matrices, and for a product around a gate: matmul.cu has the
+// Selects the kernel for a product of matrices, and for a product with a gate: matmul.cu has the
 // table. Includes no header of CUDA.
 
 #include <optional>
@@ -13,17 +13,17 @@ namespace torchkiln::cuda {
 using namespace device;
 using gemm::Blocks;
 
-/// Fewest products of a result for which sm90 is faster than cuBLAS and torch's kernels for the
-/// epilogue. Measured on an H200. Plain products take the same time (0.98 to 1.03). An epilogue
-/// saves a pass over memory if the products of a tile last as long as the epilogue of the previous
-/// tile: its three warps take 8 us for a residual and 18 us for gelu, and the products with k =
-/// 1024 take 12 us.
-inline constexpr int64_t kLeastDepth = 512;  // of a residual alone, or of relu
+/// Least k for which sm90 is faster than cuBLAS and torch's kernels for the epilogue. Measured on
+/// an H200. Plain products take the same time (0.98 to 1.03). A fused epilogue saves a pass over
+/// memory if the multiplications of a tile take as long as the epilogue of the previous tile: its
+/// three warps take 8 us for a residual and 18 us for gelu, and the multiplications with k = 1024
+/// take 12 us.
+inline constexpr int64_t kLeastDepth = 512;  // residual alone, or relu
 inline constexpr int64_t kLeastDepthOfOthers = 2048;
 
-/// Fewest products for which one kernel for a product and a gate is faster than two. Microseconds
-/// on an H100 with 8192 rows, and with cuBLAS plus a kernel for the gate. Forward also writes gate
-/// and up for backward.
+/// Least k for which one kernel for a product and a gate is faster than two. Microseconds on an
+/// H100 with 8192 rows; "cuBLAS" is cuBLAS plus a kernel for the gate. Forward also writes gate and
+/// up for backward.
 ///
 ///   k      results   forward   cuBLAS   backward   cuBLAS
 ///   1024   2816          151      189        193      174
@@ -34,11 +34,12 @@ inline constexpr int64_t kLeastDepthOfOthers = 2048;
 inline constexpr int64_t kLeastDepthOfGate = 512;
 inline constexpr int64_t kLeastDepthOfGateGradient = 2048;
 
-/// Fewest computed elements inside the result, in percent.
+/// Least share of the computed elements that must be inside the result, in percent.
 inline constexpr int64_t kLeastPercentInside = 85;
 
-/// Whether tiles of 128 by 256 keep the SMs busy: at least two rounds, because nothing hides the
-/// epilogue of a single round, and most of the computed elements inside the result.
+/// Whether tiles of 128 by 256 keep the SMs busy. This takes at least two rounds of tiles per SM,
+/// because no multiplications hide the epilogue of the last round, and most of the computed
+/// elements must be inside the result.
 inline bool fills(const Matmul& p, int64_t multiprocessors) {
   using namespace gemm::sm90;
   const int64_t tiles = gemm::count_tiles(p, kTileRows, kTileColumns);
@@ -48,7 +49,8 @@ inline bool fills(const Matmul& p, int64_t multiprocessors) {
          results * 100 >= kLeastPercentInside * rounds * multiprocessors * kTileRows * kTileColumns;
 }
 
-/// The relu that cuBLASLt fuses turns NaN into 0, so that it is an epilogue, too.
+/// Whether sm90 is faster than cuBLAS. Relu counts as an epilogue, because cuBLASLt's fused relu
+/// turns NaN into 0 and is not used.
 inline bool beats_library(const Matmul& p, const Device& device) {
   const bool is_none = p.activation == kActivation<None>;
   const bool is_relu = p.activation == kActivation<Relu>;
@@ -57,7 +59,7 @@ inline bool beats_library(const Matmul& p, const Device& device) {
          fills(p, device.multiprocessors);
 }
 
-/// A kernel and its blocks; cuBLAS has its own.
+/// A kernel and its blocks. cuBLAS chooses its own blocks.
 struct MatmulPlan {
   MatmulKernel kernel;
   Blocks blocks;
@@ -72,7 +74,7 @@ struct MatmulPlan {
   }
 };
 
-/// The plan of a kernel; nothing if it does not take the operands, or does not run on this GPU.
+/// The plan of `kernel`; nullopt if it does not support the operands or this GPU.
 inline std::optional<MatmulPlan> plan_of(const Matmul& p, MatmulKernel kernel,
                                          const Device& device) {
   const bool is_half = size_of(p.dtype) == 2;
@@ -99,7 +101,7 @@ inline MatmulPlan choose(const Matmul& p, bool has_library, const Device& device
   return *plan_of(p, MatmulKernel::simt, device);
 }
 
-/// The blocks of one kernel for a product and a gate; nothing where two kernels take less time.
+/// The blocks of one kernel for a product and a gate; nullopt if two kernels take less time.
 inline std::optional<Blocks> choose_gate(const Matmul& p, const Device& device) {
   if (p.k < kLeastDepthOfGate || !gemm::has_sm90(device) || !gemm::sm90::fits_gate(p) ||
       !fills(p, device.multiprocessors))

@@ -9,11 +9,11 @@ using namespace device;
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kWordsInFlight = 8;  // per thread
+constexpr int kWordsInFlight = 8;  // loads per thread
 constexpr int64_t kMaxGridY = 65535;
 
-/// Adjacent threads copy adjacent words, so that both sides are read and written in whole sectors
-/// whatever their alignment. Sizes and strides are in words.
+/// Copies rows word by word. Adjacent threads copy adjacent words, so both sides are accessed in
+/// whole sectors at any alignment. Sizes and strides are in words.
 template <class Word>
 __global__ void __launch_bounds__(kThreads)
     copy_words(const Word* from, Word* to, int64_t from_stride, int64_t to_stride, int64_t rows,

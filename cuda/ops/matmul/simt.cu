@@ -12,8 +12,8 @@ constexpr int kTileSide = tile_side(sizeof(C));
 template <class C>
 constexpr int kSumsOf = sums_of(sizeof(C));
 
-/// An operand's tile on its way from global to shared memory, through registers: the loads of the
-/// next tile are in flight while the current one is multiplied.
+/// The tile of an operand, copied from global to shared memory through registers: the loads of the
+/// next tile are in flight while the current tile is multiplied.
 template <class T>
 class Operand {
  public:
@@ -23,7 +23,8 @@ class Operand {
   using Panel = C[kTileDepth][kSide + kPadding];
   static_assert(sizeof(Panel) == panel_bytes(sizeof(C)));
 
-  /// Adjacent threads read adjacent elements, whichever dimension is contiguous.
+  /// Adjacent threads read adjacent elements, along k or the other dimension, whichever is
+  /// contiguous.
   __device__ __forceinline__ Operand(const void* data, int64_t outer, int64_t depth,
                                      int64_t outer_stride, int64_t depth_stride, int64_t first)
       : data_(static_cast<const T*>(data)),
@@ -72,8 +73,9 @@ class Operand {
 template <class T>
 using SquareTiles = Tiles<kTileSide<Compute<T>>, kTileSide<Compute<T>>>;
 
-/// Thread (x, y) has four rows from 4 y on and four columns from 4 x on of each part of the tile,
-/// so that a warp reads adjacent or equal vectors from shared memory.
+/// The index of row or column i of a thread. In each part of the tile, thread (x, y) has the four
+/// rows from 4 y on and the four columns from 4 x on, so a warp reads adjacent or equal vectors
+/// from shared memory.
 __device__ __forceinline__ int own_index(int thread, int i) {
   constexpr int kRun = 4;
   return i / kRun * (kRun * kGridSide) + thread * kRun + i % kRun;

@@ -1,4 +1,4 @@
-// Products of half precision around a gate on compute capability 9.0, compiled for 90a only. The
+// Products of half precision with a gate on compute capability 9.0, compiled for 90a only. The
 // finishers of gate_kernel apply the gate, the finishers of gate_gradient_kernel differentiate it.
 
 #include "detail/gemm/sm90_launch.cuh"
@@ -9,9 +9,9 @@
 namespace torchkiln::gemm::sm90 {
 namespace {
 
-/// Calls begin(tile) for each tile, and body(tile, multiplier, first strip) for each multiplier
-/// once its sums are in shared memory; then releases the sums. The first strip of a finisher
-/// differs between multipliers, so that the finishers share the strips evenly.
+/// Calls begin(tile) for each tile. Calls body(tile, multiplier, first strip) for each multiplier
+/// once its sums are in shared memory, and releases the sums afterwards. The first strip of a
+/// finisher differs between multipliers, so that finishers have equal numbers of strips.
 template <class T, class Begin, class Body>
 __device__ __forceinline__ void for_each_sums(const Parameters& p, Shared<T>& shared, int finisher,
                                               int lane, const Begin& begin, const Body& body) {
@@ -30,7 +30,7 @@ __device__ __forceinline__ void for_each_sums(const Parameters& p, Shared<T>& sh
   }
 }
 
-/// Writes act(gate) * up for strips of both.
+/// Writes act(gate) * up for a strip of gates and the strip of ups beside it.
 template <class T>
 __device__ __forceinline__ void write_gated(const Parameters& p, T* hidden, const Strip<T>& gates,
                                             const Strip<T>& ups) {
@@ -61,8 +61,8 @@ __device__ __forceinline__ void write_gated(const Parameters& p, T* hidden, cons
   }
 }
 
-/// hidden [m, p.half] = act(gate) * up for the halves of the product. A tile has 128 columns of
-/// each.
+/// hidden [m, p.half] = act(gate) * up, where gate and up are the halves of the product. A tile has
+/// 128 columns of each half.
 template <class T>
 __global__ void __launch_bounds__(kThreads, 1)
     gate_kernel(const __grid_constant__ Parameters p, T* hidden) {
@@ -84,8 +84,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   });
 }
 
-/// Tensors of the hidden layer, contiguous: gate and up [m, 2 n], their gradients, which may
-/// overwrite them, and act(gate) * up [m, n].
+/// Tensors of the hidden layer, contiguous: gate and up [m, 2 n], their gradients [m, 2 n], which
+/// may overwrite them, and act(gate) * up [m, n].
 template <class T>
 struct GateTensors {
   const T* gate_up;
@@ -139,7 +139,8 @@ __device__ __forceinline__ void write_gradients(const Parameters& p, const GateT
       Gates{});
 }
 
-/// The product is the gradient of act(gate) * up, and is not written.
+/// Writes the gradients of gate and up. The product is the gradient of act(gate) * up, and is not
+/// stored.
 template <class T>
 __global__ void __launch_bounds__(kThreads, 1)
     gate_gradient_kernel(const __grid_constant__ Parameters p, GateTensors<T> tensors) {

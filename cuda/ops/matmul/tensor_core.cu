@@ -28,11 +28,11 @@ namespace {
 [[maybe_unused]] constexpr int kStepColumns = 8;
 [[maybe_unused]] constexpr int kStepDepth = 16;
 
-/// One operand of this block: where its panels begin.
+/// An operand, and the place in it where this block's panels begin.
 template <class T>
 struct Source {
   const T* data;
-  int64_t outer;  // rows of A or columns of B from here on
+  int64_t outer;  // first row of A, or first column of B
   int64_t depth;
   int64_t outer_stride;
   int64_t depth_stride;
@@ -47,7 +47,7 @@ struct Panel {
 
   alignas(16) T at[kRows][kColumns + kChunk];
 
-  /// Starts to copy the elements of k from `depth` on; elements outside the operand are zero.
+  /// Starts to copy a panel, whose k begins at `depth`. Elements outside the operand become zero.
   __device__ __forceinline__ void fetch(const Source<T>& from, int64_t depth) {
     constexpr int kChunksOfRow = kColumns / kChunk;
     constexpr int kItems = kRows * kChunksOfRow / kThreads;
@@ -79,8 +79,8 @@ struct Panel {
   }
 };
 
-/// Loads four blocks of 8 by 8 elements. Lane l gives the address of row l % 8 of block l / 8;
-/// thread t gets elements 2 (t % 4) and 2 (t % 4) + 1 of row t / 4 or, if transposed, of column t /
+/// Loads four blocks of 8 by 8 elements. Lane l passes the address of row l % 8 of block l / 8.
+/// Thread t gets elements 2 (t % 4) and 2 (t % 4) + 1 of row t / 4 or, if transposed, of column t /
 /// 4.
 template <bool kTransposed>
 __device__ __forceinline__ void load_blocks(uint32_t (&blocks)[4], const void* row) {

@@ -1,6 +1,6 @@
 // Gradients of norms on compute capability 9.0 and later, for aligned rows of 1 to 32 KiB. Every
-// element is read once. A team of warps takes one row after another; small teams share a block. A
-// row arrives in shared memory as one bulk copy per tensor:
+// element is read once. A team of warps processes rows one by one; small teams share a block. A row
+// arrives in shared memory as one bulk copy per tensor:
 //
 //   shared     |  stage 0: row i  | stage 1: row i+s | stage 2: row i+2s|   s: number of teams
 //   memory     | grad, z          | in flight        | in flight        |
@@ -10,7 +10,7 @@
 //                              every thread has read the stage: row i+3s is copied into it
 //
 // 64 to 96 KiB in flight per SM suffice. The column sums stay in registers over all
-// rows, and leave as one row of partial sums per block.
+// rows, and are written as one row of partial sums per block.
 
 #include <cuda/ptx>
 
@@ -54,7 +54,7 @@ class RowRing {
   __device__ __forceinline__ const T* at(int tensor, int column) const {
     return reinterpret_cast<const T*>(memory_ + (stage_ * kTensors + tensor) * row_bytes_) + column;
   }
-  /// Copies a later row into the stage, which all threads of the team must have read.
+  /// Starts to copy a later row into the stage. All threads of the team must have read the stage.
   __device__ __forceinline__ void release(int64_t row) {
     copy(row + stages_ * step_, stage_);
     if (++stage_ < stages_) return;
@@ -91,8 +91,8 @@ class RowRing {
 };
 
 /// Adds one or two values over the warps of a team, with one barrier. Two sets of slots alternate:
-/// a warp writes to a set again only after all warps have read it. Lanes share the values, so that
-/// each step of the reduction is one shuffle.
+/// a warp writes to a set again only after all warps have read it. With two values, half of the
+/// lanes reduce each, so that each step of the reduction is one shuffle.
 template <int kSums>
 __device__ __forceinline__ void add_over_team(float (&sums)[kSums], int team, int threads,
                                               float (&slots)[kSums][kBulkWarps]) {
@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(kBulkThreads)
     }
   }
 
-  // One row of partial sums per block.
+  // Each block stores one row of partial sums.
   const auto store_partial = [&](const auto& own, float* to) {
     float* const shared = reinterpret_cast<float*>(memory);
     const bool alone = shape.per_block == 1;

@@ -1,7 +1,7 @@
 #pragma once
 
 // Gradients of norms, for rows with the same offset in all tensors. Every element is read once: a
-// team takes one row after another, and a thread has the same columns in each of them.
+// team processes rows one by one, and a thread has the same columns in each row.
 //
 //   shared     |  stage 0: row i  | stage 1: row i+s | stage 2: row i+2s|   s: number of teams
 //   memory     |  grad, z         | in flight        | in flight        |
@@ -10,8 +10,8 @@
 //              weight_sum[column] += grad * n, bias_sum[column] += grad    kept over all rows
 //              sums of d * n and of d over the row  -- team.reduce() -->   grad_x of row i
 //
-// At the end weight_sum and bias_sum leave as one row of partial sums per block or cluster, which a
-// second kernel adds.
+// At the end weight_sum and bias_sum are written as one row of partial sums per block or cluster,
+// which a second kernel adds.
 
 #include "backward_common.cuh"
 #include "backward_finish.cuh"
@@ -24,9 +24,9 @@ namespace {
 template <class Access>
 using Parameters = ColumnParameters<Compute<typename Access::T>, Access::kLanes, kItems>;
 
-/// The teams of a block or cluster take rows that are a multiple of the vector's lanes apart, so
-/// that all have the same offset from a 16-byte boundary: the column sums and parameters of a
-/// thread belong to the same columns in every row.
+/// Computes the gradients. The rows of all teams of a block or cluster are a multiple of the
+/// vector's lanes apart, so all have the same offset from a 16-byte boundary: the column sums and
+/// parameters of a thread belong to the same columns in every row.
 template <class Access, bool kCentered, bool kAdds, int kStages>
 __global__ void __launch_bounds__(kThreads)
     stream_rows(NormBackward p, TeamShape shape, Compute<typename Access::T>* partial) {
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kThreads)
     rows.advance();
   }
 
-  // One row of partial sums per block or cluster.
+  // Each block or cluster stores one row of partial sums.
   const int teams_per_block = shape.per_block;
   const int64_t chunk = team.group();
   const int64_t chunks = team.groups();

@@ -1,6 +1,6 @@
 #pragma once
 
-// Common to all ways to compute gradients of norms: the weight, and the formula of the gradients.
+// The weight and the formula of the gradients, for all kernels that compute gradients of norms.
 //
 //   n = (z - mean) * rstd, d = grad * weight
 //   weight_sum[column] += grad * n, bias_sum[column] += grad       accumulate()
@@ -39,8 +39,9 @@ __device__ __forceinline__ void load_any_weight(const NormBackward& p, const Acc
   });
 }
 
-/// The factor of a row's gradient: rstd, but 0 for a single column, whose distance to its mean is
-/// always 0. Multiply-adds would leave a rounding error of grad * weight, times rstd.
+/// The factor of a row's gradient: rstd. It is 0 for a row of a single column, whose distance to
+/// its mean is always 0: fused multiply-adds would leave a rounding error of grad * weight, times
+/// rstd.
 template <bool kCentered, class C>
 __device__ __forceinline__ C factor_of_gradient(const NormBackward& p, C rstd) {
   return kCentered && p.columns == 1 ? C(0) : rstd;
@@ -76,8 +77,8 @@ struct RowFactors {
   C mean, rstd, slope, level;
 };
 
-/// The factors, and products of them that all elements of a row share. Half precision saves a
-/// product per element with half_slope. With rows of float32, rstd^2 could overflow.
+/// The factors that all elements of a row share, and products of them. In half precision half_slope
+/// saves a multiplication per element; for rows of float32, rstd^2 could overflow.
 template <class C>
 struct Projection {
   RowFactors<C> row;
@@ -101,7 +102,7 @@ __device__ __forceinline__ Projection<C> projection_of(const NormBackward& p, C 
                        kCentered ? -scale * inverse_columns * sums[kCentered ? 1 : 0] : C(0)});
 }
 
-/// Turns g from the gradient of y into the gradient of z. T: the type of the rows.
+/// Turns g, the gradient of y, into the gradient of z. T: the type of the rows.
 template <class T, class C, int kLanes>
 __device__ __forceinline__ void project(const Projection<C>& by, const C (&z)[kLanes],
                                         const C (&weight)[kLanes], C (&g)[kLanes]) {
@@ -114,7 +115,7 @@ __device__ __forceinline__ void project(const Projection<C>& by, const C (&z)[kL
   }
 }
 
-/// Adds grad_sum.
+/// Adds grad_sum to g.
 template <class C, int kLanes>
 __device__ __forceinline__ void add_lanes(const C (&other)[kLanes], C (&g)[kLanes]) {
 #pragma unroll

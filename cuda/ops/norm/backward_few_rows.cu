@@ -33,7 +33,7 @@ __device__ __forceinline__ void gradients_of_rows(const NormBackward& p, const T
   const C mean = kCentered && inside ? static_cast<const C*>(p.mean)[row] : C(0);
   const C rstd = inside ? static_cast<const C*>(p.rstd)[row] : C(0);
 
-  // Weights are loaded twice, because the loads in flight need the registers.
+  // Weights are loaded twice instead of kept, because the loads in flight need the registers.
   const auto read = [&](int k, C(&d)[kLanes], C(&n)[kLanes]) {
     C weight[kLanes] = {};
     if (tile.has_any(k)) load_weight<W>(p, tile.access(), tile.column(k), weight);
@@ -56,7 +56,7 @@ __device__ __forceinline__ void gradients_of_rows(const NormBackward& p, const T
       if constexpr (kCentered) sums[1] += d[i];
     }
   }
-  // These loads are in flight during the reduction.
+  // Loads of grad_sum are in flight during the reduction.
   if constexpr (kAdds) tile.load(grad_sum, others);
   team.reduce(sums, Sum{});
   const C inverse_columns = C(1) / static_cast<C>(p.columns);
@@ -97,8 +97,8 @@ __device__ __forceinline__ void gradients_of_elements(const NormBackward& p, con
   const C mean = kCentered && inside ? static_cast<const C*>(p.mean)[row] : C(0);
   const C rstd = inside ? static_cast<const C*>(p.rstd)[row] : C(0);
 
-  // Calls body(column, grad, z, weight, grad_sum) for the elements of the thread. Loads that body
-  // does not use are left out.
+  // Calls body(column, grad, z, weight, grad_sum) for the elements of the thread. The compiler
+  // drops loads that body does not use.
   const auto for_own = [&](const auto& body) {
     constexpr int kInFlight = sizeof(T) < 8 ? 4 : 2;
     const int step = team.size();
@@ -125,7 +125,7 @@ __device__ __forceinline__ void gradients_of_elements(const NormBackward& p, con
   };
   C sums[kCentered ? 2 : 1] = {};
   for_own([&](int, C g, C own, C weight, C) {
-    C of_column[2] = {};  // the strips sum the columns
+    C of_column[2] = {};  // unused: other blocks sum the columns
     accumulate<kCentered>(g, own, weight, mean, rstd, of_column[0], of_column[1], sums);
   });
   team.reduce(sums, Sum{});
@@ -140,7 +140,7 @@ __device__ __forceinline__ void gradients_of_elements(const NormBackward& p, con
 }
 
 /// Adds the terms of a thread's columns in kRows rows, `step` apart, to the sums of these columns.
-/// All loads are in flight together: in a loop that may end after each row, they would not be.
+/// All loads are in flight together, which a loop that may end after each row would prevent.
 template <int kRows, int kLanes, bool kCentered, class T, class C>
 __device__ __forceinline__ void add_terms(const NormBackward& p, int64_t row, int64_t step,
                                           const T* grad, const T* z,
@@ -171,11 +171,12 @@ __device__ __forceinline__ void add_terms(const NormBackward& p, int64_t row, in
   }
 }
 
-/// Rows that add_terms() reads together; with more, registers would spill.
+/// Rows that add_terms() reads together. More would spill registers.
 template <class T, int kLanes>
 inline constexpr int kTermRows = kLanes == 1 && sizeof(T) < 8 ? 4 : 2;
 
-/// Sums a strip of columns, as wide as the block, over up to kRowsOfThread rows.
+/// Sums a strip of columns over up to kRowsOfThread rows. The strip has a column or vector for each
+/// thread of the block.
 template <class Access, class W, bool kCentered>
 __device__ __forceinline__ void sums_of_short_columns(const NormBackward& p, int strip) {
   using T = typename Access::T;
@@ -199,8 +200,8 @@ __device__ __forceinline__ void sums_of_short_columns(const NormBackward& p, int
   }
 }
 
-/// Sums a strip of columns, `threads` threads wide: each thread adds every n-th row, then the
-/// threads of a warp are reduced, then the warps.
+/// Sums a strip of columns that is `threads` threads wide. Each thread adds every n-th row; then
+/// warps reduce the sums of their threads, and the block those of its warps.
 template <class Access, class W, bool kCentered>
 __device__ __forceinline__ void sums_of_columns(const NormBackward& p, int strip, int threads) {
   using T = typename Access::T;
@@ -245,7 +246,8 @@ __device__ __forceinline__ void sums_of_columns(const NormBackward& p, int strip
   }
 }
 
-/// The blocks of strips come first, because they take longer.
+/// Sums a strip of columns. The blocks of strips have the first indices, because they take longer
+/// than the blocks of rows.
 template <class Access, class W, bool kCentered>
 __device__ __forceinline__ void sums_of_strip(const NormBackward& p, int strip, int threads) {
   if (has_short_columns(p)) {

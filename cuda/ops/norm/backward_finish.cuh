@@ -14,7 +14,7 @@ int result_count(const NormBackward& p) {
   return (p.grad_weight != nullptr ? 1 : 0) + (p.grad_bias != nullptr ? 1 : 0);
 }
 
-/// Memory for `chunks` rows of partial sums per gradient.
+/// Allocates `chunks` rows of partial sums per gradient.
 template <class C>
 C* allocate_partials(const NormBackward& p, int64_t chunks, Allocate allocate) {
   return static_cast<C*>(

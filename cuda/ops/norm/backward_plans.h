@@ -17,24 +17,26 @@ inline int64_t row_bytes(const NormBackward& p) {
 
 inline size_t sum_bytes(const NormBackward& p) { return p.dtype == Dtype::float64 ? 8 : 4; }
 
-// Vectors per thread. Half precision keeps 2 x 32 column sums (weight, bias) in registers.
+// Vectors per thread. In half precision a thread has 2 x 32 column sums (weight, bias) in
+// registers.
 inline constexpr int kItems = 4;
 
-inline constexpr int kFewThreads = 512;  // per block
-inline constexpr int kStripThreads = 8;  // most threads along a row, which read 128 bytes of it
+inline constexpr int kFewThreads = 512;        // per block
+inline constexpr int kStripThreads = 8;        // most threads along a row: 128 bytes of it
 inline constexpr int kRowsOfStripThread = 32;  // most rows that a thread of a strip sums
 inline constexpr int kElementsOfThread = 32;   // most elements of a row that a thread reads singly
-// Up to this many rows, a thread sums its columns over all rows.
+// Up to this many rows, one thread sums its columns over all rows.
 inline constexpr int kRowsOfThread = 8;
 
-/// Row blocks read whole rows for grad_x; strips of columns are summed by blocks of their own.
+/// The plan for few rows. Some blocks read whole rows for grad_x; other blocks sum strips of
+/// columns.
 struct FewRowsPlan {
   static constexpr const char* kWhy =
       "The tensors stay in L2: they are read twice, and no second kernel adds partial sums.";
   TeamShape team;
   int row_blocks;
   int strips;
-  int strip_threads;  // along a row
+  int strip_threads;  // threads along a row
   bool in_vectors;    // else rows are read element by element
 };
 
@@ -42,8 +44,8 @@ TORCHKILN_HOST_DEVICE inline bool has_short_columns(const NormBackward& p) {
   return p.rows <= kRowsOfThread && aligned(p.grad_weight) && aligned(p.grad_bias);
 }
 
-/// Threads along a strip of columns: fewer for more rows, so that a thread sums up to 8 rows, or 16
-/// single elements, but at least a sector of 32 bytes, or 4 elements.
+/// Threads along a strip of columns. More rows have fewer threads, so that a thread sums up to 8
+/// rows, or 16 single elements. A strip has at least a sector of 32 bytes, or 4 elements.
 inline int strip_threads(const NormBackward& p, bool in_vectors) {
   const int64_t items = ceil_div(p.columns, in_vectors ? vector_lanes(p.dtype) : 1);
   const int64_t most = in_vectors ? std::clamp<int64_t>(kFewThreads * 8 / p.rows, 2, kStripThreads)
@@ -53,7 +55,7 @@ inline int strip_threads(const NormBackward& p, bool in_vectors) {
   return threads;
 }
 
-/// Whether few rows are few enough to read them twice.
+/// Whether reading few rows twice, from L2, is faster than a second kernel that adds partial sums.
 inline bool are_few_rows(const NormBackward& p, bool in_vectors) {
   constexpr int64_t kMost = kFewThreads * kRowsOfStripThread;
   const bool are_small = p.rows * strip_threads(p, in_vectors) <= kMost &&
@@ -71,7 +73,7 @@ inline std::optional<FewRowsPlan> plan_few_rows(const NormBackward& p, Alignment
   if (!are_few_rows(p, plan.in_vectors)) return std::nullopt;
   const auto ceil = [](int64_t a, int64_t b) { return static_cast<int>(ceil_div(a, b)); };
   const int vectors = ceil(p.columns, plan.in_vectors ? vector_lanes(p.dtype) : 1);
-  // With at most one row per SM, a thread has as few vectors as possible, because it reads the
+  // With at most one row per SM, a thread has as few vectors as possible, because it loads the
   // weights of its vectors one after the other.
   const bool many = p.rows > device.multiprocessors;
   plan.team = make_team(many ? ceil(vectors, kItems) : vectors, kFewThreads, kFewThreads, 1);
@@ -86,7 +88,7 @@ inline std::optional<FewRowsPlan> plan_few_rows(const NormBackward& p, Alignment
 inline constexpr int kBulkThreads = 512;  // per block: 128 registers per thread
 inline constexpr int kBulkWarps = kBulkThreads / kWarpLanes;
 inline constexpr int kBulkVectors = 2;      // per thread and row
-inline constexpr int kLongBulkVectors = 4;  // of rows above 16 KiB
+inline constexpr int kLongBulkVectors = 4;  // per thread and row, for rows above 16 KiB
 inline constexpr int kMinBulkThreads = 64;
 inline constexpr int kMaxBulkTeams = kBulkThreads / kMinBulkThreads;
 inline constexpr int kMaxBulkStages = 4;
@@ -105,7 +107,8 @@ inline std::optional<BulkPlan> plan_bulk(const NormBackward& p, Alignment alignm
                                          const Device& device) {
   const int64_t vectors = row_bytes(p) / kVectorBytes;
   const bool is_long = vectors > kBulkVectors * kBulkThreads;
-  // 4 vectors per thread leave no registers for a third tensor or a second set of column sums.
+  // With 4 vectors per thread, no registers are left for a third tensor or a second set of column
+  // sums.
   const int most = p.centered || p.grad_sum != nullptr ? kBulkVectors : kLongBulkVectors;
   if (!device.runs_90_code || alignment != Alignment::vector || p.dtype == Dtype::float64 ||
       p.grad_x == nullptr || vectors < kMinBulkThreads || vectors > most * kBulkThreads)
@@ -114,7 +117,7 @@ inline std::optional<BulkPlan> plan_bulk(const NormBackward& p, Alignment alignm
   plan.vectors = is_long ? kLongBulkVectors : kBulkVectors;
   const int64_t warps = ceil_div(ceil_div(vectors, plan.vectors), kWarpLanes);
   const int threads = std::max(static_cast<int>(warps) * kWarpLanes, kMinBulkThreads);
-  // Fewer teams per block if that occupies more SMs.
+  // Fewer teams per block, if the blocks then occupy more SMs.
   const int64_t rows_per_block = ceil_div(p.rows, device.multiprocessors);
   const int teams = static_cast<int>(std::min<int64_t>(kBulkThreads / threads, rows_per_block));
   plan.team = {threads, 31, 0, teams};
@@ -131,11 +134,12 @@ inline std::optional<BulkPlan> plan_bulk(const NormBackward& p, Alignment alignm
   return plan;
 }
 
-// Threads per block of streamed rows. With 128 registers per thread one block fills an SM. Small
-// teams share a block and its column parameters, which leaves room for one more stage.
+// Threads per block of streamed rows. One block of 512 threads with 128 registers each fills an SM.
+// Small teams share a block and its column parameters, which leaves shared memory for one more
+// stage.
 inline constexpr int kThreads = 512;
-// Warps per block in clusters of more than 8 blocks: with more warps, two stages leave too little
-// L1 for spilled registers.
+// Warps per block in clusters of more than 8 blocks. Two stages leave too little L1 for the spilled
+// registers of more warps.
 inline constexpr int kLargeBlockWarps = 11;
 inline constexpr int kLargeClusterWarps = kLargeClusterBlocks * kLargeBlockWarps;
 
@@ -149,7 +153,8 @@ struct StreamPlan {
   Alignment alignment;
 };
 
-/// Returns nullopt if rows are too long or have no shared offset.
+/// Returns nullopt if rows are too long, or if their tensors have no common offset from a 16-byte
+/// boundary.
 inline std::optional<StreamPlan> plan_stream(const NormBackward& p, Alignment alignment,
                                              const Device& device) {
   if (alignment == Alignment::scalar) return std::nullopt;
@@ -179,7 +184,7 @@ inline std::optional<StreamPlan> plan_stream(const NormBackward& p, Alignment al
   plan.stages = fits(3) ? 3 : 2;
   plan.shared_bytes = shared_bytes(plan.stages);
   plan.teams = std::min<int64_t>(resident, ceil_div(p.rows, plan.team.per_block));
-  // A multiple of the number of lanes: all rows of a block then have the same offset from a
+  // A multiple of the lanes of a vector, so that all rows of a block have the same offset from a
   // 16-byte boundary.
   if (alignment == Alignment::shared_offset)
     plan.teams = std::max<int64_t>(plan.teams / lanes, 1) * lanes;

@@ -1,5 +1,5 @@
-// Gradients of norms for rows that begin anywhere, or that no block holds. A row is cut into slabs
-// of columns. The blocks of a team have a slab each and take one row after another:
+// Gradients of norms for rows of any alignment, or that do not fit in one block. A row is cut into
+// slabs of columns. Each block of a team has one slab; the team processes rows one by one:
 //
 //   copying warp      rows i + 1, i + 2, ... -- bulk copies -->  stages of a ring
 //   computing warps   row i         column sums in registers, sums of the slab
@@ -20,7 +20,7 @@ namespace torchkiln::cuda::norm_gradients {
 using namespace norm_slabs;
 namespace {
 
-/// kLanes: elements per access; 1 if rows begin anywhere.
+/// The slabs of a block. kLanes: elements per access; 1 if rows have any alignment.
 template <class T, int kLanes, bool kCentered, bool kAdds>
 class Slabs : public SlabColumns<T, kLanes, kAdds ? 3 : 2, AddValues, kCentered ? 2 : 1> {
   static constexpr int kSums = kCentered ? 2 : 1;
@@ -52,7 +52,7 @@ class Slabs : public SlabColumns<T, kLanes, kAdds ? 3 : 2, AddValues, kCentered 
                                    typename Columns::Storage& storage)
       : Columns(rows, plan, exchange, memory, storage), p_(p) {}
 
-  /// The work of the merging warp.
+  /// The loop of the merging warp.
   __device__ __forceinline__ void merge_rows() const {
     if (p_.grad_x == nullptr) return;
     const auto statistics_of = [this](const Cursor& at) {
@@ -68,7 +68,7 @@ class Slabs : public SlabColumns<T, kLanes, kAdds ? 3 : 2, AddValues, kCentered 
         });
   }
 
-  /// The work of the computing warps.
+  /// The loop of the computing warps.
   __device__ __forceinline__ void compute_rows(float* partial) {
     Cursor at = first(), again = first();
     for (int run = 0; run < runs(); ++run) {
@@ -88,7 +88,7 @@ class Slabs : public SlabColumns<T, kLanes, kAdds ? 3 : 2, AddValues, kCentered 
   }
 
  private:
-  /// Adds the rows of a run, and writes their gradients.
+  /// Adds the rows of a run to the sums, and writes their gradients of x.
   __device__ __forceinline__ void add_run(int rows, Cursor& at, Cursor& again) {
     const float* const means = static_cast<const float*>(p_.mean);
     const float* const rstds = static_cast<const float*>(p_.rstd);
@@ -178,7 +178,7 @@ class Slabs : public SlabColumns<T, kLanes, kAdds ? 3 : 2, AddValues, kCentered 
     });
   }
 
-  /// Stores one row of partial sums per run; a single run writes the gradients.
+  /// Stores one row of partial sums per run. If there is only one run in all, stores the gradients.
   __device__ __forceinline__ void store_sums(const float (&sums)[kItems][kLanes], void* result,
                                              float* partial, int chunk) const {
     const reduce::Result results{result, p_.weight_dtype, 1};

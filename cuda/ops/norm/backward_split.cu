@@ -1,6 +1,6 @@
-// Gradients of rows that no other plan takes: the launch, and the choice between teams of several
-// blocks and of one block. backward_split_kernel.cuh has the kernel, backward_split_columns.cuh its
-// sums of columns.
+// Gradients of rows that no other plan supports: the launch, and the choice between teams of
+// several blocks and teams of one block. backward_split_kernel.cuh has the kernel,
+// backward_split_columns.cuh its column sums.
 
 #include "backward_finish.cuh"
 #include "backward_split_kernel.cuh"
@@ -30,7 +30,7 @@ Status launch_split(const NormBackward& p, const GridPlan& plan, Allocate alloca
   };
   const Status status =
       p.centered ? launch_centered(std::true_type{}) : launch_centered(std::false_type{});
-  // A single team writes the results.
+  // A single team has written the gradients itself.
   return status.ok() && plan.teams > 1 ? finish_partials(p, plan.teams, partial, stream) : status;
 }
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// The sums of columns over the rows of a team, for the gradients of weight and bias.
+// The column sums of a team over its rows, for the gradients of weight and bias.
 
 #include "detail/reduce/common.cuh"
 #include "detail/rowwise/grid_team.cuh"
@@ -11,16 +11,16 @@ namespace torchkiln::cuda::norm_gradients {
 using namespace rowwise;
 namespace {
 
-/// A thread's sums: its columns are team.row_threads() apart.
+/// The column sums of a thread. Its columns are team.row_threads() apart.
 template <class C, int kLanes, bool kCentered>
 struct ColumnSums {
   C weight[kLanes] = {};
   C bias[kCentered ? kLanes : 1] = {};
 
-  /// Stores the block's sums of the columns from `begin` on, and clears them. A team has a row of
-  /// partial sums per gradient; a single team writes the gradients. is_first, is_last: whether
-  /// these are the first and the last sums of these columns. `shared` has room for the columns of
-  /// all threads.
+  /// Stores the block's sums of the columns from `begin` on, and clears them. A team stores them as
+  /// a row of partial sums per gradient; a single team stores the gradients. is_first, is_last:
+  /// whether these are the first and the last sums of these columns. `shared` has room for the
+  /// columns of all threads.
   template <class Team>
   __device__ __forceinline__ void store(const NormBackward& p, const GridPlan& plan,
                                         const Team& team, C* shared, C* partial, int begin,

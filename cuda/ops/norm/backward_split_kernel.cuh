@@ -22,7 +22,8 @@ constexpr int kMaxSplitParts = kGridThreads >> kLogMinRowThreads;
 
 template <class C, int kSums, int kLanes>
 struct SplitStorage {
-  // Per row of a thread in a step: the sums of each warp, or of each part of a warp.
+  // Per row of a step: the sums of each warp or, if a warp has several rows, of each part of a
+  // warp.
   C parts[kSplitRows][kSums][kMaxSplitParts];
   RowFactors<C> factors[kSplitRows][kMaxSplitParts];
   C columns[kGridThreads * kLanes];
@@ -34,7 +35,7 @@ class SplitRows {
   using C = Compute<T>;
   static constexpr int kLanes = kVectorLanes<T>;
   static constexpr int kSums = kCentered ? 2 : 1;
-  static constexpr int kInFlight = kSplitRows / 2;  // rows
+  static constexpr int kInFlight = kSplitRows / 2;  // rows whose loads are in flight
 
  public:
   using Storage = SplitStorage<C, kSums, kLanes>;
@@ -73,7 +74,8 @@ class SplitRows {
   static __device__ __forceinline__ const E* row_at(const void* data, int64_t row, int64_t stride) {
     return static_cast<const E*>(data) + row * stride;
   }
-  /// Whether a thread has the same columns in all steps, so that it keeps their sums.
+  /// Whether a thread has the same columns in all steps, so that it can keep their sums in
+  /// registers.
   __device__ __forceinline__ bool keeps_sums() const { return plan_.slab <= team_.row_threads(); }
 
   __device__ __forceinline__ void prefetch(int64_t step, int first) const {
@@ -146,7 +148,7 @@ class SplitRows {
     }
   }
 
-  /// weight + weight_offset of the thread's columns.
+  /// Loads weight + weight_offset for the thread's columns.
   __device__ __forceinline__ void load_weights(int column, int end) {
     with_parameter_type<T>(p_.weight_dtype, [&](auto tag) {
       const auto* weights = static_cast<const typename decltype(tag)::type*>(p_.weight);
@@ -160,7 +162,7 @@ class SplitRows {
     });
   }
 
-  /// weight + weight_offset of adjacent columns.
+  /// Loads weight + weight_offset for adjacent columns.
   template <int N>
   __device__ __forceinline__ void load_weights(int column, C (&weight)[N]) const {
 #pragma unroll
@@ -175,7 +177,7 @@ class SplitRows {
     for (int i = 0; i < N; ++i) weight[i] += offset;
   }
 
-  /// The sums and factors of the rows of a block.
+  /// Combines the sums and factors of the rows of a block.
   __device__ __forceinline__ void add_parts(int64_t step) const {
     const int parts = max(team_.row_threads() / kWarpLanes, 1);
     for (int at = threadIdx.x; at < kSplitRows * team_.block_rows(); at += kGridThreads) {
@@ -190,7 +192,8 @@ class SplitRows {
     }
   }
 
-  /// One warp per row publishes the sums of the slab, and collects the sums of an earlier step.
+  /// One warp per row publishes the row's sums over the slab, and reads the other blocks' sums of
+  /// an earlier step.
   __device__ __forceinline__ void exchange_sums(int64_t step, int64_t ready) const {
     static_assert(kSplitRows <= kGridWarps, "one warp per row");
     const int r = static_cast<int>(threadIdx.x) / kWarpLanes;
@@ -228,7 +231,8 @@ class SplitRows {
         const InnerVectors<T> vectors = inner_vectors(team_.row(step, r));
         if (v >= vectors.count) continue;
         const int column = vectors.column(v);
-        // The rows of a step usually have the same offset.
+        // Weights are loaded again only if the column changes: the rows of a step usually have the
+        // same offset.
         if (column != weight_column) load_weights(column, weight);
         weight_column = column;
         write(step, r, column, weight);

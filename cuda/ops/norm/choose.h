@@ -1,8 +1,8 @@
 #pragma once
 
-// Which kernel computes a norm, and how its rows are distributed: functions of the problem, the
-// alignment of its tensors and the GPU. Includes no header of CUDA, so that tests/kernels run every
-// choice without a GPU. docs/choosing.md is generated from it.
+// Selects the kernel of a norm and distributes its rows, from the problem, the alignment of its
+// tensors and the GPU. Includes no header of CUDA, so that tests/kernels run every choice without a
+// GPU. docs/choosing.md is generated from it.
 
 #include <variant>
 
@@ -15,25 +15,26 @@ namespace torchkiln::cuda {
 using namespace device;
 using namespace rowwise;
 
-/// Rows in the registers of teams.
+/// The plan for rows that fit in the registers of a team.
 struct OnePassPlan {
   static constexpr const char* kWhy = "A team of threads holds the row: each element is read once.";
   RowPlan rows;
   Alignment alignment;
 };
 
-/// Long rows in slabs.
+/// The plan for long rows, which are cut into slabs.
 struct NormSlabsPlan : norm_slabs::SlabCall {
   static constexpr const char* kWhy =
       "Weight and bias are read once, not once per row; all blocks share long or unaligned rows.";
 };
 
 inline constexpr int kNormPartBlocks = 3;  // per SM
-// Vectors per thread of rows whose offsets differ, and of other rows.
+// Vectors per thread of a part: kFewPartVectors if the offsets of rows differ, else
+// kManyPartVectors.
 inline constexpr int kFewPartVectors = 4;
 inline constexpr int kManyPartVectors = 8;
 
-/// Rows that no team holds, in parts.
+/// The plan for rows that do not fit in a team's registers: each block has a part of a row.
 struct SplitNormPlan {
   static constexpr const char* kWhy = "No team and no slabs hold the row: blocks have a part each.";
   PartPlan parts;
@@ -42,7 +43,7 @@ struct SplitNormPlan {
 
 using NormPlan = std::variant<OnePassPlan, NormSlabsPlan, SplitNormPlan>;
 
-/// The alignment of the rows. choose() tests weight and bias.
+/// The alignment of the rows. choose() also tests the alignment of weight and bias.
 inline Alignment alignment_of_rows(const Norm& p) {
   const TensorRows tensors[] = {
       {p.x, p.x_row_stride},
@@ -71,7 +72,7 @@ inline std::optional<NormSlabsPlan> plan_norm_slabs(const Norm& p, Alignment ali
   return NormSlabsPlan{{rows, *plan, true}};
 }
 
-/// `alignment`: of the rows.
+/// `alignment`: alignment_of_rows(p).
 inline NormPlan choose(const Norm& p, Alignment alignment, const Device& device) {
   if (const auto slabs = plan_norm_slabs(p, alignment, device)) return *slabs;
   if (!aligned(p.weight) || !aligned(p.bias)) alignment = Alignment::scalar;
@@ -79,8 +80,8 @@ inline NormPlan choose(const Norm& p, Alignment alignment, const Device& device)
   if (p.residual_dtype != p.dtype && alignment == Alignment::vector &&
       !rows_in_vectors(p.residual, vector_lanes(p.dtype), {p.columns, p.residual_row_stride}))
     alignment = Alignment::scalar;
-  // A thread that holds eight vectors of two rows, or of float32 and its parameters, spills. With
-  // four, a long row takes a cluster, which also gives few rows more SMs.
+  // With eight vectors of two rows, or of float32 and its parameters, a thread spills. With four
+  // vectors a long row needs a cluster, which also spreads few rows over more SMs.
   const bool is_few = p.rows < device.multiprocessors;
   const bool is_large =
       alignment != Alignment::scalar && (p.residual != nullptr || size_of(p.dtype) == 4 || is_few);
@@ -93,29 +94,29 @@ inline NormPlan choose(const Norm& p, Alignment alignment, const Device& device)
       alignment};
 }
 
-// The threads of a block that quantises, and blocks per SM: 80 registers per thread.
+// Threads of a block that also quantises, and blocks per SM: 80 registers per thread.
 inline constexpr int kQuantizedThreads = 256;
 inline constexpr int kQuantizedBlocks = 3;
 
-/// Rows in the registers of teams, which also quantise them.
+/// The plan for rows that a team holds in registers and also quantises.
 struct QuantizedPlan {
   static constexpr const char* kWhy =
       "A team holds the row, and quantises it: more vectors per thread, fewer instructions.";
   TeamShape team;
-  // Whether each thread has all of its columns or none, and the parameters have no options: fewer
-  // instructions.
+  // Whether every thread has all of its columns or none, and the parameters have no options: the
+  // kernel then takes fewer instructions.
   bool is_plain;
 };
 
-/// The plan that also quantises: rows of whole vectors. The issue of instructions bounds these
-/// kernels, and a row takes about 300 per warp for addresses, reduction and barrier. So a thread
-/// has kManyItems vectors, and a row few warps. Returns nullopt if no team holds the row: two
-/// kernels.
+/// The plan that also quantises, for rows of whole vectors; nullopt if no team holds the row, so
+/// that two kernels compute it. The rate of instructions limits this kernel: a warp takes about 300
+/// per row for addresses, reduction and barrier. Therefore a thread has kManyItems vectors, and a
+/// row few warps.
 inline std::optional<QuantizedPlan> plan_quantized(const Norm& p, const Device& device) {
   const NormPlan plan = choose(p, alignment_of_rows(p), device);
   const auto* const one_pass = std::get_if<OnePassPlan>(&plan);
   if (one_pass == nullptr || one_pass->alignment != Alignment::vector) return std::nullopt;
-  constexpr int kColumns = kManyItems * kScaledElements;  // of a group of threads
+  constexpr int kColumns = kManyItems * kScaledElements;  // per group of threads
   const int64_t groups = ceil_div(p.columns, kColumns);
   const int64_t threads = groups * (kScaledElements / vector_lanes(p.dtype));
   const TeamShape team = make_row_team(threads, kQuantizedThreads, most_cluster_blocks(device));
@@ -127,14 +128,14 @@ inline std::optional<QuantizedPlan> plan_quantized(const Norm& p, const Device& 
 
 namespace norm_gradients {
 
-/// Long rows in slabs.
+/// The plan for long rows, which are cut into slabs.
 struct GradientSlabsPlan : norm_slabs::SlabCall {
   static constexpr const char* kWhy =
       "Rows that begin anywhere, or that no block holds: all blocks share them, each element is "
       "read once.";
 };
 
-/// Rows that are neither streamed nor cut into slabs.
+/// The plan for rows that are neither streamed nor cut into slabs.
 struct SplitGradientsPlan {
   static constexpr const char* kWhy =
       "float64, long rows before 9.0, short rows whose offsets differ: the second read of a row "

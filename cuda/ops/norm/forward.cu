@@ -31,7 +31,7 @@ Status launch(const Norm& p, const Plan& plan, Allocate, CUstream_st* stream) {
   });
 }
 
-/// Writes y to temporary memory, and quantises it.
+/// Writes y to temporary memory, then quantises it with a second kernel.
 Status launch_and_quantize(const Norm& p, Allocate allocate, CUstream_st* stream) {
   Norm plain = p;
   plain.data = nullptr;

@@ -1,6 +1,6 @@
 #pragma once
 
-// Forward pass of rows that the registers of a team hold: each element is read once.
+// Forward pass of rows that fit in the registers of a team: each element is read once.
 //
 // Layer norm needs the mean before the squares, which would take two exchanges between the warps of
 // a team. Instead each warp uses a mean of its own, and one exchange merges the results:
@@ -36,8 +36,8 @@ using namespace device;
 using namespace rowwise;
 namespace {
 
-/// Parameters are read after the reduction. If there are too few rows to hide that latency, this
-/// prefetches them into L2. A prefetch need not wait for a kernel that may write them.
+/// Prefetches the parameters, which are read after the reduction, into L2 if there are too few rows
+/// to hide that latency. A prefetch need not wait for a kernel that may write the parameters.
 template <class Tile, class W>
 __device__ __forceinline__ void prefetch_parameters(const Norm& p, const Tile& tile) {
   constexpr int64_t kPrefetchedRows = 256;
@@ -56,20 +56,20 @@ template <class T, bool kWhole>
 using QuantizedTile = RowTile<RowVectors<T, kVectorLanes<T>, true>, kManyItems,
                               kScaledElements / kVectorLanes<T>, kWhole>;
 
-/// Whether rows of this tile have QuantizedPlan::is_plain.
+/// Whether the rows of this tile are plain: see QuantizedPlan::is_plain.
 template <class Tile>
 inline constexpr bool is_plain = false;
 template <class T>
 inline constexpr bool is_plain<QuantizedTile<T, true>> = true;
 
-/// The most threads of a block, and blocks per SM.
+/// Most threads of a block.
 template <bool kQuantized>
 inline constexpr int kThreads = kQuantized ? kQuantizedThreads : kRowThreads;
 template <class Tile, bool kQuantized>
 inline constexpr int kBlocks = kQuantized ? kQuantizedBlocks : kRowBlocks<Tile>;
 
-/// A team reads a row into registers, computes mean and variance, and writes the result. W: the
-/// type of weight and, for layer norm, bias; void if one of them is missing.
+/// Reads a row into the registers of a team, computes mean and variance, and writes the result. W:
+/// the type of weight and, for layer norm, bias; void if one of them is missing.
 template <class Tile, class W, bool kCentered, bool kQuantized>
 __global__ void __launch_bounds__(kThreads<kQuantized>, kBlocks<Tile, kQuantized>)
     norm_rows(Norm p, TeamShape shape) {
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads<kQuantized>, kBlocks<Tile, kQuantized
   constexpr bool kAffine = !std::is_void_v<W>;
   constexpr bool kPlain = is_plain<Tile>;
   __shared__ TeamStorage<C, kPublished> storage;
-  constexpr bool kPrefetches = kAffine && Tile::kVectors <= kFewItems;  // others would spill
+  constexpr bool kPrefetches = kAffine && Tile::kVectors <= kFewItems;  // larger tiles would spill
   if (!kPrefetches) wait_for_previous_kernel();
   Team<C, kPublished> team(shape, storage);
   const int64_t row = team.first_team() + team.index();
@@ -152,7 +152,8 @@ __global__ void __launch_bounds__(kThreads<kQuantized>, kBlocks<Tile, kQuantized
       team.reduce_in_warp(total, Sum{});
       center = count > 0 ? total[0] / count : C(0);
     } else {
-      // The mean of a vector: squares around a single element may be four times as large.
+      // The mean of a vector. Around a single element, the sum of squares could be four times as
+      // large.
       C z[kLanes], sum = 0;
       widen(items[0], z);
 #pragma unroll
@@ -203,8 +204,9 @@ __global__ void __launch_bounds__(kThreads<kQuantized>, kBlocks<Tile, kQuantized
     remainder = moments[1] * inverse_columns;
     variance = moments[0] * inverse_columns - remainder * remainder;
   } else if constexpr (kCentered) {
-    // Half precision has digits to spare: one pass over the warps, with distances from the first
-    // warp's mean. The term that cancels in the variance is at most warps x variance.
+    // Half precision has digits to spare: one pass over the warps, with distances from the mean of
+    // the first warp. The term that cancels in the variance is at most the number of warps times
+    // the variance.
     const C published[kPublished] = {count, center, warp_moments[0]};
     using Published = const C(&)[kPublished];
     team.publish(published);
@@ -218,7 +220,7 @@ __global__ void __launch_bounds__(kThreads<kQuantized>, kBlocks<Tile, kQuantized
     const C shift = moments[0] * inverse_columns;
     mean = from + shift;
     variance = moments[1] * inverse_columns - shift * shift;
-    if (variance < C(0)) variance = 0;  // by rounding; NaN stays
+    if (variance < C(0)) variance = 0;  // negative by rounding; NaN is kept
   } else {
     team.reduce_warps(warp_moments, Sum{});
     variance = warp_moments[0] * inverse_columns;

@@ -1,6 +1,6 @@
 #pragma once
 
-// Common to both kernels of the forward pass.
+// Functions that several kernels of the forward pass share.
 
 #include "detail/rowwise/tile.cuh"
 #include "torchkiln/kernels/norm.h"
@@ -21,8 +21,8 @@ __device__ __forceinline__ void round_normalized(const Norm& p, C (&n)[kLanes]) 
   }
 }
 
-/// Calls body(pointer to the row of the residual), of type T or, if T is float32, of half
-/// precision.
+/// Calls body(pointer to the row of the residual). The residual has type T or, if T is float32,
+/// possibly half precision.
 template <class T, class Body>
 __device__ __forceinline__ void with_residual(const Norm& p, int64_t row, const Body& body) {
   const int64_t begin = row * p.residual_row_stride;

@@ -23,7 +23,7 @@ struct MergeMoments {
     const C count = a[0] + b[0];
     if (count == C(0)) return;
     const C center = a[1] + (b[1] - a[1]) * (b[0] / count);
-    // Distances of the rounded common center from the centers of both parts.
+    // The distances of the common center, after rounding, from the centers of both parts.
     const C from_a = center - a[1];
     const C from_b = center - b[1];
     a[2] += from_a * (a[0] * from_a - C(2) * a[3]) + b[2] + from_b * (b[0] * from_b - C(2) * b[3]);
@@ -33,14 +33,14 @@ struct MergeMoments {
   }
 };
 
-/// RMS norm needs the sum of squares only.
+/// The operator that merges the moments of a norm. For RMS norm it adds sums of squares.
 template <bool kCentered>
 using MomentsOp = std::conditional_t<kCentered, MergeMoments, Sum>;
 template <bool kCentered>
 inline constexpr int kMoments = kCentered ? 4 : 1;
 
-/// The moments of `count` elements of the calling warp. for_own(outside, body) calls body(z) for
-/// the elements of a thread, and may call it with `outside` for lanes that have no element.
+/// The moments of `count` elements of the calling warp. for_own(outside, body) must call body(z)
+/// for the elements of a thread. For lanes without an element it may call body(outside).
 ///
 /// Half precision takes its moments around `near`, one of the elements, which saves a pass. If that
 /// element is at distance d from the mean, the sum of squares is larger by count * d^2, but the
@@ -73,7 +73,7 @@ __device__ __forceinline__ void moments_of_warp(C count, C near, C (&values)[kMo
   }
 }
 
-/// The mean is center + rest, which may have more digits than C.
+/// Mean and variance of a row. The mean is center + rest, which may have more digits than C.
 template <class C>
 struct RowStatistics {
   C center, rest, rstd;
@@ -90,7 +90,7 @@ __device__ __forceinline__ RowStatistics<C> statistics_of(const Norm& p,
     row.center = values[1];
     row.rest = values[3] * inverse_columns;
     variance = values[2] * inverse_columns - row.rest * row.rest;
-    if (variance < C(0)) variance = 0;  // by rounding; NaN stays
+    if (variance < C(0)) variance = 0;  // negative by rounding; NaN is kept
   }
   row.rstd = rsqrt(variance + static_cast<C>(p.eps));
   return row;
@@ -103,7 +103,7 @@ __device__ __forceinline__ void store_statistics(const Norm& p, int64_t row,
   if (p.rstd != nullptr) static_cast<C*>(p.rstd)[row] = found.rstd;
 }
 
-/// Normalizes elements of T.
+/// Normalizes elements of type T.
 template <class T, class C, int kLanes>
 __device__ __forceinline__ void normalize(const Norm& p, const RowStatistics<C>& row,
                                           const C (&weight)[kLanes], const C (&bias)[kLanes],

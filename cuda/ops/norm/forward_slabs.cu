@@ -1,5 +1,5 @@
-// Norms of long rows. A row is cut into slabs of columns. The blocks of a team have a slab each and
-// take one row after another:
+// Norms of long rows. A row is cut into slabs of columns. Each block of a team has one slab; the
+// team processes rows one by one:
 //
 //   copying warp      rows i + 1, i + 2, ... -- bulk copies -->  stages of a ring
 //   computing warps   row i         moments of the slab
@@ -20,9 +20,10 @@ namespace torchkiln::cuda {
 using namespace norm_slabs;
 namespace {
 
-/// As AddValues, for the moments of slabs or warps. Float32 is merged around the mean of all, half
-/// precision around the mean of the first lane, which saves a reduction: the squared distance of
-/// that mean from the mean of all is at most the variance times the number of slabs.
+/// Merges the moments of slabs or warps, one per lane; interface as AddValues. Float32 is merged
+/// around the mean of all lanes. Half precision is merged around the mean of the first lane, which
+/// saves a reduction: the squared distance of that mean from the mean of all is at most the
+/// variance times the number of slabs.
 template <class T>
 struct MergeMomentsOfLanes {
   template <int kPerLane>
@@ -60,8 +61,8 @@ struct MergeMomentsOfLanes {
 template <class T, bool kCentered>
 using MergeOf = std::conditional_t<kCentered, MergeMomentsOfLanes<T>, AddValues>;
 
-/// kLanes: elements per access; 1 if rows begin anywhere. kAdds: normalizes x + residual, and
-/// writes it.
+/// The slabs of a block. kLanes: elements per access; 1 if rows have any alignment. kAdds:
+/// normalizes x + residual, and also writes this sum.
 template <class T, int kLanes, bool kCentered, bool kAdds>
 class NormSlabs
     : public SlabColumns<T, kLanes, kAdds ? 2 : 1, MergeOf<T, kCentered>, kMoments<kCentered>> {
@@ -96,7 +97,7 @@ class NormSlabs
                                        typename Columns::Storage& storage)
       : Columns(rows, plan, exchange, memory, storage), p_(p) {}
 
-  /// The work of the merging warp.
+  /// The loop of the merging warp.
   __device__ __forceinline__ void merge_rows() const {
     Columns::merge_rows([](const Cursor&) { return 0; },
                         [this](const Cursor& at, const float (&values)[kValues], int) {
@@ -107,7 +108,7 @@ class NormSlabs
                         });
   }
 
-  /// The work of the computing warps.
+  /// The loop of the computing warps.
   __device__ __forceinline__ void compute_rows() {
     Cursor at = first(), again = first();
     for (int run = 0; run < runs(); ++run) {
@@ -133,7 +134,8 @@ class NormSlabs
   }
 
  private:
-  /// Loads weight + weight_offset and bias, and counts the elements of a row that the warp has.
+  /// Loads weight + weight_offset and bias, and counts the elements of a row that belong to this
+  /// warp.
   __device__ __forceinline__ void load_affine() {
     float count[1] = {};
 #pragma unroll
@@ -154,7 +156,7 @@ class NormSlabs
     }
   }
 
-  /// Calls body(k, z) for the items of a slab that are normalized.
+  /// Calls body(k, z) for the items of a slab; z has the elements to normalize.
   template <class Body>
   __device__ __forceinline__ void for_slab(const Cursor& at, const Body& body) const {
     const T* const xs = slab_in(0, at);
@@ -179,7 +181,8 @@ class NormSlabs
 #pragma unroll
       for (int l = 0; l < kLanes; ++l) z[k][l] = values[l];
     });
-    // The first lane of a warp has the first elements, if the warp has any.
+    // The number near which moments are computed: the first lane has the first elements, if the
+    // warp has any.
     const float own = column(0) < 0 ? z[0][kLanes - 1] : z[0][0];
     const auto for_elements = [&](float outside, const auto& body) {
       for_own([&](int k) {

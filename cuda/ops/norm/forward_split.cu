@@ -1,4 +1,4 @@
-// Norms of rows that the registers of a cluster do not hold, with any offset from a 16-byte
+// Norms of rows that do not fit in the registers of a cluster, with any offset from a 16-byte
 // boundary: each block has a part of a row and reads it twice (detail/rowwise/parts.cuh).
 
 #include "detail/rowwise/parts.cuh"
@@ -11,7 +11,7 @@ using namespace device;
 using namespace rowwise;
 namespace {
 
-/// The elements of a long row that a thread normalizes.
+/// The part of a long row that one thread normalizes.
 template <class Tile_, bool kCentered>
 class NormPart {
  public:
@@ -78,8 +78,8 @@ class NormPart {
   static constexpr int kLanes = Tile::kLanes;
   static constexpr int kItems = Tile::kItems;
 
-  /// The sum may be written over the residual, whose offset from a 16-byte boundary may differ from
-  /// that of y.
+  /// Stores z as the sum, which may overwrite the residual. Its offset from a 16-byte boundary may
+  /// differ from that of y.
   __device__ __forceinline__ void save_sum(int k, const C (&z)[kLanes]) const {
     T* const sum = static_cast<T*>(p_.sum) + row_ * p_.columns;
     if (!tile_.has_any(k) || aligned(sum + tile_.column(k))) return tile_.save(true, sum, k, z);

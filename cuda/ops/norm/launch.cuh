@@ -7,7 +7,7 @@
 
 namespace torchkiln::cuda {
 
-/// Compiled per dtype, in files of their own, as NormBackwardByDtype is.
+/// Launches of the forward, compiled per dtype in files of their own.
 template <class T>
 struct NormForwardByDtype {
   static Status launch(const Norm& p, const OnePassPlan& plan, CUstream_st* stream);

@@ -39,8 +39,8 @@ class SlabColumns : public SlabRing<T, kLanes, kTensors, Merge, kValues> {
     if (place(k) >= width_) return false;
     return kLanes == 1 || (column(k) + lane >= 0 && column(k) + lane < columns_);
   }
-  /// Calls body(k) for the items that the thread has. Most slabs lack elements only in the last
-  /// item.
+  /// Calls body(k) for the items that the thread has. In most slabs only the last item can be
+  /// missing.
   template <class Body>
   __device__ __forceinline__ void for_own(const Body& body) const {
     if (width_ >= (kItems - 1) * kSlabThreads * kLanes) {
@@ -54,8 +54,8 @@ class SlabColumns : public SlabRing<T, kLanes, kTensors, Merge, kValues> {
     }
   }
 
-  /// Sets the elements of a slab's vectors that are outside of the row to 0, before the calling
-  /// thread loads them.
+  /// Sets elements in the vectors of a slab that lie outside of the row to 0. The calling thread
+  /// then loads these vectors.
   __device__ __forceinline__ void clear_outside(const Cursor& at) const {
     if constexpr (kLanes == 1) return;
     bool clears = false;
@@ -70,11 +70,11 @@ class SlabColumns : public SlabRing<T, kLanes, kTensors, Merge, kValues> {
           const_cast<T*>(slab_in(tensor, at))[place(k) + l] = convert<T>(0.0f);
       }
     }
-    // The next bulk copy into the stage comes after these stores.
+    // Orders these stores before the next bulk copy into the stage.
     if (clears) ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
   }
 
-  /// Loads item k of a slab in its stage.
+  /// Loads item k of a slab from its stage.
   __device__ __forceinline__ void load(const T* slab, int k, float (&values)[kLanes]) const {
     widen(load_vector<kLanes>(slab + place(k)), values);
   }
@@ -120,7 +120,7 @@ class SlabColumns : public SlabRing<T, kLanes, kTensors, Merge, kValues> {
   }
 
   int first_column_;
-  int width_;  // elements of the slab
+  int width_;  // columns of the slab
 };
 
 }  // namespace

@@ -1,6 +1,6 @@
 #pragma once
 
-// How rows of norms are cut into slabs of columns, on compute capability 9.0 and later.
+// The plan that cuts rows of norms into slabs of columns, on compute capability 9.0 and later.
 
 #include <numeric>
 
@@ -15,14 +15,15 @@ using namespace rowwise;
 inline constexpr int kSlabThreads = 256;  // computing threads per block
 inline constexpr int kSlabBlockThreads = kSlabThreads + 2 * kWarpLanes;
 inline constexpr int kSlabBlocks = 2;  // per SM
-// Bytes of a block for its static shared memory and for the system.
+// Bytes of shared memory per block that stages cannot use: static arrays, and what the system
+// reserves.
 inline constexpr int kSlabReserved = 3 << 10;
-inline constexpr int kSlabBytes = 32;  // of a tensor, per thread
+inline constexpr int kSlabBytes = 32;  // per thread, of each tensor
 inline constexpr int kMaxSlabStages = 8;
 inline constexpr int kMaxSlabTensors = 3;
 inline constexpr int64_t kMaxSlabRows = 1 << 30;
 
-/// The rows that slabs are read from: tensors of the same shape.
+/// The rows that are cut into slabs: tensors of the same shape.
 struct SlabRows {
   const void* data[kMaxSlabTensors];
   int64_t row_stride[kMaxSlabTensors];
@@ -31,25 +32,25 @@ struct SlabRows {
   int64_t columns;
   Dtype dtype;
   Alignment alignment;  // scalar: element by element, else in vectors
-  int run_rows;         // rows that a team could copy in the time between two runs
+  int run_rows;         // time between two runs, as rows that a team could copy
 };
 
-/// A team takes one row after another. Rows that are read in vectors are grouped in runs of rows
-/// with the same offset from a 16-byte boundary.
+/// The distribution of rows. A team processes rows one by one. Rows that are read in vectors are
+/// grouped into runs of rows with the same offset from a 16-byte boundary.
 struct SlabPlan {
-  int blocks;   // of a team, one per slab
-  int columns;  // of a slab
+  int blocks;   // per team, one per slab
+  int columns;  // per slab
   int teams;
   int runs;          // per team; run r begins with row team + r * teams
   int row_step;      // between the rows of a run
   bool in_vectors;   // slabs are read in vectors, not element by element
   int stages;        // slabs in shared memory or in flight
   int lag;           // rows between the sums of a row and its results
-  int tensor_bytes;  // of a slab
+  int tensor_bytes;  // bytes of a slab per tensor
   int shared_bytes;
 };
 
-/// The number of different offsets from a 16-byte boundary that the rows have.
+/// The number of different offsets from a 16-byte boundary among the rows.
 inline int count_offsets(const SlabRows& rows) {
   if (rows.rows == 1) return 1;
   int offsets = vector_lanes(rows.dtype);
@@ -64,7 +65,7 @@ inline int most_slab_columns(const SlabRows& rows) {
 }
 
 /// The columns that slabs have to cover. Slabs in vectors begin at 16-byte boundaries, the first
-/// one at or before the begin of the row.
+/// slab at or before the first element of the row.
 inline int64_t columns_to_cut(const SlabRows& rows, Alignment alignment) {
   return rows.columns + (alignment == Alignment::shared_offset ? vector_lanes(rows.dtype) - 1 : 0);
 }
@@ -80,27 +81,27 @@ inline SlabPlan cut_rows(const SlabRows& rows, Alignment alignment, int teams,
   plan.row_step = teams < rows.rows ? std::lcm(teams, offsets) : teams;
   plan.runs = plan.row_step / teams;
   plan.in_vectors = alignment != Alignment::scalar;
-  // Slabs of whole vectors, as equal as possible, and not too short.
+  // Slabs of whole vectors, with equal widths if possible, and not too narrow.
   const int64_t columns = columns_to_cut(rows, alignment);
   const int64_t least = ceil_div(columns, most_slab_columns(rows));
   const int64_t most = std::max(least, ceil_div(columns, lanes * kMinSlab));
   const int64_t blocks = std::min<int64_t>({resident_slabs(device) / teams, most, kMaxTeamBlocks});
   plan.columns = static_cast<int>(ceil_div(ceil_div(columns, blocks), lanes)) * lanes;
   plan.blocks = static_cast<int>(ceil_div(columns, plan.columns));
-  // A slab that is read by single elements may begin anywhere, and then takes one 16-byte unit
-  // more.
+  // If rows are read element by element, a slab may begin between 16-byte boundaries, and then
+  // occupies one 16-byte unit more.
   plan.tensor_bytes = plan.columns * size + (plan.in_vectors ? 0 : kVectorBytes);
   return plan;
 }
 
-/// An estimate of the time that a plan takes.
+/// An estimate of the time that a plan takes, in bytes that a block could copy meanwhile.
 inline int64_t cost_of(const SlabPlan& plan, const SlabRows& rows) {
   const int64_t steps = ceil_div(rows.rows, plan.teams) + rows.run_rows * (plan.runs - 1);
   return steps * (plan.tensor_bytes + thresholds::kWaitBytesOfSlabRow);
 }
 
-/// Shares rows among as many teams as are resident, or among fewer, which need fewer runs. Nothing
-/// if the resident blocks do not hold a row.
+/// Shares rows among as many teams as are resident, or among fewer teams if that takes less time,
+/// because they have fewer runs. nullopt if a row does not fit in the resident blocks.
 inline std::optional<SlabPlan> share_rows(const SlabRows& rows, Alignment alignment,
                                           const Device& device) {
   const int resident = resident_slabs(device);
@@ -115,7 +116,7 @@ inline std::optional<SlabPlan> share_rows(const SlabRows& rows, Alignment alignm
   return cost_of(other, rows) < cost_of(plan, rows) ? other : plan;
 }
 
-/// Returns nullopt if slabs do not support the rows. exchanges: whether results need sums over
+/// Returns nullopt if slabs do not support the rows. exchanges: whether blocks exchange sums over
 /// whole rows.
 inline std::optional<SlabPlan> plan_slabs(const SlabRows& rows, bool exchanges,
                                           const Device& device) {
@@ -128,8 +129,9 @@ inline std::optional<SlabPlan> plan_slabs(const SlabRows& rows, bool exchanges,
   const int most_bytes = device.shared_bytes / kSlabBlocks - kSlabReserved;
   const int stage_bytes = rows.tensors * plan->tensor_bytes;
   plan->stages = std::min(most_bytes / stage_bytes, kMaxSlabStages);
-  // Once row i is summed and row i - lag - 1 is written, the stage of the latter takes row
-  // i - lag - 1 + stages. That must be row i + 1 or a later one: lag <= stages - 2.
+  // Row i + 1 must be in flight before the results of row i - lag are written. At that time the
+  // last stage that was released is the one of row i - lag - 1, which takes row i - lag - 1 +
+  // stages; this is row i + 1 or a later one if lag <= stages - 2.
   constexpr int kFewestStages = 4;
   if (plan->stages < kFewestStages) return std::nullopt;
   plan->lag = exchanges ? (plan->stages + 1) / 2 : 0;
@@ -137,13 +139,13 @@ inline std::optional<SlabPlan> plan_slabs(const SlabRows& rows, bool exchanges,
   return plan;
 }
 
-/// Rows, and how they are cut.
+/// The arguments of a launch: rows and their plan.
 struct SlabCall {
   SlabRows rows;
   SlabPlan plan;
   bool exchanges;
 
-  /// Blocks that exchange sums wait for each other, so all must be resident.
+  /// Blocks that exchange sums wait for each other, so all of them must be resident.
   bool is_cooperative() const { return plan.blocks > 1 && exchanges; }
 };
 

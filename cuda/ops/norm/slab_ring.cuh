@@ -1,7 +1,7 @@
 #pragma once
 
-// The slabs of a team's rows in shared memory. The copying warp fills the stages of a ring, and
-// publishes the sums of each slab for the other blocks.
+// The ring of stages in shared memory through which the slabs of a team's rows go. The copying warp
+// fills the stages, and publishes the sums of each slab for the other blocks.
 
 #include <cuda/ptx>
 
@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kSlabWarps = kSlabThreads / kWarpLanes;
 
-/// kValues: sums or moments of a slab.
+/// Shared memory besides the stages. kValues: sums or moments per slab.
 template <int kValues>
 struct SlabStorage {
   uint64_t full[kMaxSlabStages];    // a slab has arrived
@@ -26,7 +26,7 @@ struct SlabStorage {
 };
 static_assert(sizeof(SlabStorage<4>) + (1 << 10) <= kSlabReserved, "the system takes 1 KiB");
 
-/// The launch of a call.
+/// The grid of a call.
 Grid make_grid(const SlabCall& call) {
   const SlabPlan& plan = call.plan;
   Grid grid{dim3(static_cast<unsigned>(plan.blocks), static_cast<unsigned>(plan.teams)),
@@ -35,7 +35,8 @@ Grid make_grid(const SlabCall& call) {
   return grid;
 }
 
-/// kLanes: elements per access; 1 if rows begin anywhere. Merge: as AddValues.
+/// The ring of one block. kLanes: elements per access; 1 if rows have any alignment. Merge:
+/// interface as AddValues.
 template <class T, int kLanes, int kTensors, class Merge, int kValues>
 class SlabRing {
  public:
@@ -65,7 +66,7 @@ class SlabRing {
     ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
   }
 
-  /// The work of the copying warp.
+  /// The loop of the copying warp.
   __device__ __forceinline__ void copy_rows() const {
     Cursor next = first();
     int copied = 0;
@@ -84,7 +85,8 @@ class SlabRing {
         __syncwarp();  // all lanes have read the values of a stage before lane 0 fills it again
       }
       advance(at);
-      // Once the results of row i - lag - 1 have been written, its stage takes another row.
+      // Once the results of row i - lag - 1 have been written, its stage is filled with another
+      // row.
       if (i <= plan_.lag) continue;
       wait_for_phase(&storage_.empty[freed.stage], freed.parity);
       advance(freed);
@@ -94,14 +96,15 @@ class SlabRing {
     }
   }
 
-  /// The work of the merging warp. Calls set(at, values, begin(at)) on one lane, with the values of
-  /// the whole row; begin() requests what set() needs from memory.
+  /// The loop of the merging warp. Calls set(at, values, begin(at)) in one lane, with the values of
+  /// the whole row. begin() starts the loads that set() needs.
   template <class Begin, class Set>
   __device__ __forceinline__ void merge_rows(const Begin& begin, const Set& set) const {
     Cursor at = first();
     for (int i = 0; i < count_; ++i, advance(at)) {
       const auto requested = begin(at);
-      // The slab has arrived, so the factors of an earlier row in this stage have been read.
+      // This slab has arrived, which implies that the factors of the previous row in this stage
+      // have been read.
       wait_for_phase(&storage_.full[at.stage], at.parity);
       float values[kValues];
       exchange_.collect(at.row, values, Merge{});
@@ -143,8 +146,8 @@ class SlabRing {
   __device__ __forceinline__ const T* begin_of(int tensor, int row) const {
     return static_cast<const T*>(rows_.data[tensor]) + int64_t{row} * rows_.row_stride[tensor];
   }
-  /// The column of the slab's first element. The first slab of a row in vectors begins at the last
-  /// 16-byte boundary at or before the row.
+  /// The column of the slab's first element. With vectors, the first slab of a row begins at the
+  /// last 16-byte boundary at or before the row.
   __device__ __forceinline__ int first_column(int row) const {
     return kLanes > 1 ? begin_ - elements_past_boundary(begin_of(0, row)) : begin_;
   }
@@ -166,8 +169,8 @@ class SlabRing {
   int team_;
   int begin_;
   int row_count_;
-  int columns_;  // of a row
-  int count_;    // of the team's rows
+  int columns_;  // per row
+  int count_;    // rows of the team
 
  private:
   __device__ __forceinline__ void copy(const Cursor& to) const {
@@ -191,7 +194,7 @@ class SlabRing {
                                    &storage_.full[to.stage], all);
 #pragma unroll
     for (int tensor = 0; tensor < kTensors; ++tensor) {
-      // The last slab may have no element, if its row begins at or near a boundary.
+      // The last slab is empty in rows that begin at or shortly after a boundary.
       if (bytes[tensor] == 0) continue;
       ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global,
                          memory_ + (to.stage * kTensors + tensor) * plan_.tensor_bytes,

@@ -1,7 +1,7 @@
 // Gates in E4M3: activation(gate) * up, and the gradients of gate and up in both orientations. The
-// kernels are those of rows.cuh and tiles.cuh, which compute a vector where `quantize` loads one. A
-// block computes both gradients of a tile from one read; in float32 they would fill the shared
-// memory.
+// kernels are those of rows.cuh and tiles.cuh; they compute a vector where `quantize` loads one. A
+// block computes both gradients of a tile from one read. Float32 is excluded there, because two
+// tiles of it would exceed the shared memory.
 
 #include <cuda_pipeline_primitives.h>
 
@@ -14,7 +14,7 @@ namespace torchkiln {
 namespace fp8 {
 namespace {
 
-/// Rows of an operand of the gate.
+/// One operand of the gate, as rows of elements.
 template <class T>
 struct Rows {
   const T* data;
@@ -26,7 +26,8 @@ struct Rows {
                                            bool wanted) const {
     return load_if(wanted, data + first_row * stride + column + r * stride);
   }
-  /// Copies that vector, which exists in any case, to shared memory, asynchronously.
+  /// Starts to copy the same vector to shared memory. Its address is valid even if it is not
+  /// `wanted`.
   __device__ __forceinline__ void copy(int64_t first_row, int r, int64_t column, bool wanted,
                                        Vec<T, kSide>& to) const {
     __pipeline_memcpy_async(&to, data + first_row * stride + column + r * stride, sizeof(to),
@@ -34,7 +35,7 @@ struct Rows {
   }
 };
 
-/// Rounds two numbers to the elements of a pair.
+/// Rounds two numbers to T, and stores them as elements of `vector`.
 template <class T>
 __device__ __forceinline__ void round_to(Vec<T, kSide>& vector, int pair, float low, float high) {
   auto* const to = &vector.lane[2 * pair];
@@ -88,12 +89,12 @@ struct FromGateGradient {
   explicit FromGateGradient(const QuantizeGated& p)
       : grad(p.grad, p.grad_stride), gate(p.gate, p.gate_stride), up(p.up, p.up_stride) {}
 
-  /// The operand that a thread holds.
+  /// Loads the operand that a thread keeps in registers.
   __device__ __forceinline__ Words<T> load(int64_t first_row, int r, int64_t column,
                                            bool inside) const {
     return grad.load(first_row, r, column, inside);
   }
-  /// Copies the operand that waits in the memory of result k.
+  /// Copies the other operand to the memory of result k, which overwrites it later.
   __device__ __forceinline__ void copy(int k, int64_t first_row, int r, int64_t column, bool inside,
                                        Vec<T, kSide>& to) const {
     (k == 0 ? gate : up).copy(first_row, r, column, inside, to);

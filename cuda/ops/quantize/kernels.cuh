@@ -6,7 +6,7 @@
 
 namespace torchkiln::fp8 {
 
-/// `aligned`: patches consist of whole vectors, in x and in the results.
+/// Launches a kernel. `aligned`: whether patches consist of whole vectors, in x and in the results.
 Status launch_rows(const Quantize& p, bool aligned, cudaStream_t stream);
 Status launch_tiles(const Quantize& p, bool aligned, cudaStream_t stream);
 

@@ -11,17 +11,17 @@
 
 namespace torchkiln::fp8 {
 
-inline constexpr int kThreads = 256;                // of a block
-inline constexpr int kPatches = kThreads / kLanes;  // of a block
+inline constexpr int kThreads = 256;                // per block
+inline constexpr int kPatches = kThreads / kLanes;  // per block
 
-/// Reads the elements of a matrix in memory, of type Source_; E4M3 has scales.
+/// Reads a matrix in memory with elements of type Source_. E4M3 elements have scales.
 template <class Source_>
 struct FromMemory {
   using Source = Source_;
   static constexpr bool kScaled = std::is_same_v<Source, Fp8>;
   using T = std::conditional_t<kScaled, float, Source>;
   static constexpr int kResults = 1;
-  static constexpr int kRowsAtOnce = kSide;  // whose loads are issued before the first use
+  static constexpr int kRowsAtOnce = kSide;  // loads in flight
   static constexpr int kBlocksPerSm = sizeof(T) == 2 ? 4 : 2;
   struct Loaded {
     Vec<Source, kSide> elements;
@@ -60,7 +60,7 @@ struct FromMemory {
   }
 };
 
-/// The elements of a lane.
+/// The elements of a patch that one lane holds.
 template <class T_, int kRows_>
 struct Patch {
   using T = T_;
@@ -74,13 +74,13 @@ struct Patch {
 
   Vec<T, kSide> row[kRows];
 
-  /// Elements 2 * pair and 2 * pair + 1 of a row.
+  /// Returns elements 2 * pair and 2 * pair + 1 of row r.
   __device__ __forceinline__ const Vec<T, 2>& two(int r, int pair) const {
     return reinterpret_cast<const Vec<T, 2>*>(&row[r])[pair];
   }
 
-  /// Loads the only result of a reader, of the elements that begin at (first_row, column); rows
-  /// from `inside` on are 0.
+  /// Loads a patch from (first_row, column) of a reader with one result. Rows from `inside` on are
+  /// 0.
   template <bool aligned, class Reader>
   __device__ __forceinline__ void load(const Reader& reader, const Quantize& p, int64_t first_row,
                                        int64_t column, int inside) {
@@ -101,10 +101,10 @@ struct Patch {
     }
   }
 
-  /// The magnitudes; NaN does not count. Replaces infinities by NaN.
+  /// Returns the largest magnitudes, without NaN. Replaces infinities by NaN.
   __device__ __forceinline__ Magnitudes measure() {
     Magnitudes found;
-    // The second pass runs if this lane has an infinity.
+    // A second pass runs only if this lane has an infinity.
     while (true) {
       found = magnitudes();
       Vec<T, 2> most = largest_of_both(found.row, found.row);
@@ -146,7 +146,7 @@ struct Patch {
 #pragma unroll
       for (int i = 0; i < kWords<T, kSide>; ++i) {
         uint32_t& both = word(row[r], i);
-        // A mantissa that is not 0 makes a NaN of an infinity.
+        // Sets a bit of the mantissa, which turns infinity into NaN.
 #pragma unroll
         for (int shift = 0; shift < 32; shift += kBits)
           if ((both >> shift & kMask) == kInfinite) both |= uint32_t{1} << shift;
@@ -155,7 +155,7 @@ struct Patch {
   }
 };
 
-/// The number of rows of a patch that are inside of the matrix.
+/// The number of rows of a patch that are inside the matrix.
 template <int kRows>
 __device__ __forceinline__ int rows_inside(const Quantize& p, int64_t first_row, int64_t column) {
   const int64_t left = p.rows - first_row;
@@ -163,8 +163,8 @@ __device__ __forceinline__ int rows_inside(const Quantize& p, int64_t first_row,
   return left < kRows ? static_cast<int>(left) : kRows;
 }
 
-/// Stores the rows of a patch and, unless the matrix has square blocks, their scales. `exponent` is
-/// that of row l * kRows / kLanes, with l this lane of the patch.
+/// Stores the rows of a patch and, unless the matrix has square blocks, their scales. `exponent`
+/// belongs to row l * kRows / kLanes of the patch, where l is this lane's index in the patch.
 template <bool aligned, class T, int kRows>
 __device__ __forceinline__ void store_rows(const Quantize& p, const Patch<T, kRows>& patch,
                                            uint32_t exponent, int64_t first_row, int64_t column,
@@ -190,7 +190,7 @@ __device__ __forceinline__ void store_rows(const Quantize& p, const Patch<T, kRo
         if (column + c < p.columns) to[c] = static_cast<uint8_t>(bytes.lane[c / 4] >> c % 4 * 8);
     }
   }
-  // Lanes beyond the columns store scales, too.
+  // All lanes store scales, also lanes beyond the last column.
   const unsigned lane = threadIdx.x % kLanes;
   const int64_t row = first_row + lane / kLanesOfRow;
   if (p.square || lane % kLanesOfRow != 0 || row >= p.rows) return;

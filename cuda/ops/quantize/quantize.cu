@@ -1,4 +1,4 @@
-// Chooses between the kernels of rows.cu and of tiles.cu.
+// Selects between the kernels of rows.cu and of tiles.cu.
 
 #include "torchkiln/kernels/quantize.h"
 

@@ -1,4 +1,4 @@
-// Rows of a matrix in memory, in E4M3.
+// Quantises the rows of a matrix in memory to E4M3.
 
 #include "rows.cuh"
 

@@ -8,10 +8,11 @@
 namespace torchkiln::fp8 {
 namespace {
 
-inline constexpr int kRows = 4;  // of a patch
+inline constexpr int kRows = 4;  // per patch
 
-/// A patch per 16 lanes. Adjacent patches of a block are next to each other in the rows: a block
-/// reads 2048 adjacent elements of each of its rows. `blocks` divides by p.column_blocks().
+/// Quantises one patch per 16 lanes. The patches of a block have the same rows and adjacent
+/// columns: a block reads 2048 adjacent elements of each row. `blocks` divides by
+/// p.column_blocks().
 template <class Reader, bool aligned>
 __global__ void __launch_bounds__(kThreads)
     quantize_rows(Quantize p, Reader reader, device::Divisor blocks) {

@@ -1,4 +1,4 @@
-// Tiles of a matrix in memory, in E4M3, in both orientations.
+// Quantises tiles of a matrix in memory to E4M3, in both orientations.
 
 #include "tiles.cuh"
 

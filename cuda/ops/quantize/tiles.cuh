@@ -1,8 +1,8 @@
 #pragma once
 
-// Tiles of 128 x 128 elements, read once: the rows in E4M3, and the rows of the transposed matrix,
-// through shared memory. The blocks that share a scale are 128 elements of a row of each result, or
-// the tile.
+// Tiles of 128 x 128 elements, read once. Two results, the matrix and the transposed matrix in
+// E4M3; the latter goes through shared memory. The elements that share a scale are 128 elements of
+// a row of each result, or the whole tile.
 
 #include <cuda_pipeline_primitives.h>
 
@@ -14,9 +14,9 @@ namespace {
 inline constexpr int kSide128 = kScaledElements;
 inline constexpr int kWarps = kThreads / device::kWarpLanes;
 
-/// The transposed tile, in units of 8 bytes: those of 8 rows of x. Unit u of column c is at
-/// u ^ (c / 8), so that lanes, which are 8 columns apart, write to different banks. The 16-byte
-/// pairs that are read stay together.
+/// The transposed tile, in units of 8 bytes. A unit has the elements of a column in 8 rows of x.
+/// Unit u of column c is stored at u ^ (c / 8), so that lanes, which are 8 columns apart, write to
+/// different banks. Pairs of units, which are read as 16 bytes, remain adjacent.
 class TransposedTile {
  public:
   /// Stores a unit of column c of a lane's 8 columns.
@@ -25,7 +25,7 @@ class TransposedTile {
     auto* const units = &unit_[lane * kSide * kLanes + (unit ^ lane)];
     *reinterpret_cast<Vec<uint32_t, 2>*>(units + c * kLanes) = bytes;
   }
-  /// The bytes of 16 rows, from row 16 * pair on.
+  /// The bytes of 16 rows of a column, from row 16 * pair on.
   __device__ __forceinline__ uint4 get(unsigned column, unsigned pair) const {
     const unsigned shift = column / kSide;
     const auto* const units = &unit_[column * kLanes + ((2 * pair) ^ (shift & ~1u))];
@@ -37,9 +37,9 @@ class TransposedTile {
   alignas(16) uint64_t unit_[kSide128 * kLanes];
 };
 
-/// Memory of a tile. If a reader has several results, each thread keeps its rows of them until they
-/// are quantised, in place of the transposed tile: a thread reads only rows that it wrote, and does
-/// so before the first barrier of store_tile().
+/// Memory of a tile. If a reader has several results, each thread keeps its rows of them here, in
+/// the memory of the transposed tile, until they are quantised. This is safe because a thread reads
+/// only rows that it wrote, before the first barrier of store_tile().
 template <class T, int kResults>
 struct Slot {
   Vec<T, kSide> row[kSide][kThreads];
@@ -59,11 +59,11 @@ struct Slot<T, 1> {
 template <class T, int kResults>
 struct Shared {
   Slot<T, kResults> slot[kResults];
-  Vec<T, kSide> by_warp[kWarps][kLanes];  // magnitudes of columns
-  Factor<T> factor[kSide128];             // of columns
+  Vec<T, kSide> by_warp[kWarps][kLanes];  // largest magnitudes of columns
+  Factor<T> factor[kSide128];             // of each column
 };
 
-/// Stores the scale of a square, and zeros behind the last one of a row of scales.
+/// Stores the scale of a square. After the last scale of a row, stores zeros up to the stride.
 __device__ __forceinline__ void store_square(float* scale, int64_t stride, int64_t row,
                                              int64_t block, int64_t blocks, float value) {
   scale[row * stride + block] = value;
@@ -110,13 +110,13 @@ __device__ __forceinline__ Vec<Factor<T>, kSide> scale_columns(const Quantize& p
   return reinterpret_cast<const Vec<Factor<T>, kSide>*>(shared.factor)[lane % kLanes];
 }
 
-/// Writes the transposed tile from shared memory.
+/// Writes the transposed tile from shared memory to the result.
 template <bool aligned>
 __device__ __forceinline__ void store_transposed(const Quantize& p, const TransposedTile& tile,
                                                  int64_t first_row, int64_t first_column) {
   constexpr unsigned kBytes = 16;
   constexpr unsigned kPairs = kSide128 / kBytes;
-  constexpr int kColumns = kThreads / static_cast<int>(kPairs);  // of a step
+  constexpr int kColumns = kThreads / static_cast<int>(kPairs);  // per step
   constexpr int kSteps = kSide128 / kColumns;
   const unsigned pair = threadIdx.x % kPairs, column = threadIdx.x / kPairs;
   const int64_t row = first_row + pair * kBytes;
@@ -139,11 +139,12 @@ __device__ __forceinline__ void store_transposed(const Quantize& p, const Transp
   }
 }
 
-/// The elements that share a scale in the rows and in the transposed rows of a tile: 128 of a row,
-/// or all.
+/// The elements that share a scale in a tile. rows: 128 elements of a row; squares: the whole tile;
+/// turned_squares: rows in the matrix, the tile in the transposed matrix.
 enum class Scales { rows, turned_squares, squares };
 
-/// Stores a tile that the block's threads hold in patches. `rows`: the rows are wanted, too.
+/// Stores a tile, which the threads of the block hold as patches. `rows`: whether the matrix is
+/// also stored in its own orientation.
 template <Scales scales, bool rows, bool aligned, class T, class Shared>
 __device__ __forceinline__ void store_tile(const Quantize& p, Shared& shared, TransposedTile& tile,
                                            Patch<T, kSide>& patch, int64_t row_block, int64_t block,
@@ -192,15 +193,15 @@ __device__ __forceinline__ void store_tile(const Quantize& p, Shared& shared, Tr
   store_transposed<aligned>(p, tile, first_row, first_column);
 }
 
-/// Computes a patch of each result. All operands are requested at first: those that are not held in
-/// registers are copied to where the results will be. Then a loop, not unrolled: the compiler would
-/// evaluate so many elements at once that it spills.
+/// Computes a patch of each result. First requests all operands: one of them goes to registers, the
+/// others to the memory of the results. Then computes in a loop that is not unrolled, because
+/// otherwise the compiler evaluates so many elements at once that it spills.
 template <class Reader, class T, int kResults>
 __device__ __forceinline__ void compute_results(const Reader& reader,
                                                 Slot<T, kResults> (&slot)[kResults], int64_t row,
                                                 int64_t column, int rows_inside) {
   constexpr int kStep = kSide / 2;
-  const bool inside = rows_inside != 0;  // kSide rows, or none
+  const bool inside = rows_inside != 0;  // all kSide rows are, or none
   if (!inside) row = 0;
   Words<T> held[kSide];
 #pragma unroll
@@ -231,8 +232,8 @@ __device__ __forceinline__ void compute_results(const Reader& reader,
   }
 }
 
-/// A reader with two results computes two tiles, which are half of the columns apart. `blocks`
-/// divides by the tiles of a row of one result.
+/// Quantises a tile. A reader with two results has two tiles per block, whose distance is half of
+/// the columns. `blocks` divides by the number of tiles in a row of one result.
 template <class Reader, Scales scales, bool rows, bool aligned>
 __global__ void __launch_bounds__(kThreads, Reader::kBlocksPerSm)
     quantize_tile(Quantize p, Reader reader, device::Divisor blocks) {

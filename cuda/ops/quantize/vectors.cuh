@@ -1,18 +1,18 @@
 #pragma once
 
-// Vectors of a lane in their dtype: their largest magnitudes, and their elements times the scales.
-// In half precision magnitudes are compared, and in bfloat16 elements are multiplied, two in one
-// instruction. A product with a power of two is exact, unless it underflows: E4M3 rounds it to 0 in
-// any case.
+// The vectors of a lane, in their dtype: their largest magnitudes, and the products of elements and
+// scales. Half precision compares two magnitudes per instruction; bfloat16 also multiplies two
+// elements per instruction. The product with a power of two is exact, unless it underflows: E4M3
+// rounds such a product to 0 in any case.
 
 #include "detail/fp8/block.cuh"
 
 namespace torchkiln::fp8 {
 
-inline constexpr int kSide = 8;                         // columns of a lane
-inline constexpr int kLanes = kScaledElements / kSide;  // lanes of a row
+inline constexpr int kSide = 8;                         // columns per lane
+inline constexpr int kLanes = kScaledElements / kSide;  // lanes per row
 
-/// The number of 32-bit words of a vector, and one of them.
+/// The number of 32-bit words of a vector, and the type of a word.
 template <class T, int N>
 inline constexpr int kWords = N * static_cast<int>(sizeof(T)) / 4;
 template <class T, int N>
@@ -20,8 +20,8 @@ __device__ __forceinline__ uint32_t& word(Vec<T, N>& vector, int i) {
   return reinterpret_cast<uint32_t*>(&vector)[i];
 }
 
-/// A vector that was loaded, in words: nvcc would select halfs, or carry them through a loop, in a
-/// register each.
+/// A loaded vector as 32-bit words. As an array of half precision, nvcc would select or carry each
+/// element in a register of its own.
 template <class T>
 struct Words {
   Vec<uint32_t, kWords<T, kSide>> words{};
@@ -39,7 +39,7 @@ __device__ __forceinline__ Words<T> load_if(bool wanted, const T* from) {
   return found;
 }
 
-/// The element of each of two vectors that is the largest one.
+/// The largest element of each of two vectors.
 template <class T, int N>
 __device__ __forceinline__ Vec<T, 2> largest_of_both(const Vec<T, N>& a, const Vec<T, N>& b) {
   if constexpr (N == 2) {
@@ -55,8 +55,8 @@ __device__ __forceinline__ Vec<T, 2> largest_of_both(const Vec<T, N>& a, const V
   }
 }
 
-/// Replaces each element by the largest one among the lanes whose numbers differ in the bits from
-/// `first` to below `end`, both powers of two.
+/// Replaces each element by the largest one of a group of lanes: those whose numbers differ only in
+/// the bits from `first` to below `end`, both powers of two.
 template <class T, int N>
 __device__ __forceinline__ void largest_of_lanes(Vec<T, N>& values, int first, int end) {
 #pragma unroll
@@ -69,9 +69,9 @@ __device__ __forceinline__ void largest_of_lanes(Vec<T, N>& values, int first, i
   }
 }
 
-/// The largest magnitude of one of N rows, of which `values` has the magnitudes of this lane's
-/// part. Lane l of 2 * kStep adjacent ones gets that of row l * N / (2 * kStep): lanes give away
-/// half of the rows in each step.
+/// The largest magnitude of a row, for N rows. `values` has the magnitudes in this lane's part of
+/// each row. Of 2 * kStep adjacent lanes, lane l gets the result of row l * N / (2 * kStep): in
+/// each step a lane passes half of its rows to another lane.
 template <int kStep, class T, int N>
 __device__ __forceinline__ float largest_of_row(Vec<T, N> values) {
   const bool is_second = (threadIdx.x & kStep) != 0;
@@ -91,22 +91,22 @@ __device__ __forceinline__ float largest_of_row(Vec<T, N> values) {
   }
 }
 
-/// The exponent of the scale of a block with this largest magnitude.
+/// The exponent of the scale for a block with this largest magnitude.
 __device__ __forceinline__ uint32_t exponent_for(float magnitude) {
   return fp8_scale_exponent(__float_as_uint(magnitude));
 }
 
-/// A power of two that scales elements of type T: each one is a bfloat16.
+/// A power of two that scales elements of type T: bfloat16 for bfloat16, otherwise float32.
 template <class T>
 using Factor = std::conditional_t<std::is_same_v<T, __nv_bfloat16>, T, float>;
 
-/// The factor for a scale with this exponent, or two of them if they fill a word.
+/// The factor for a scale with this exponent. A bfloat16 factor fills the word twice.
 template <class T>
 __device__ __forceinline__ uint32_t factor_word(uint32_t exponent) {
   const uint32_t bits = fp8_reciprocal_bits(exponent);
   return sizeof(Factor<T>) == 2 ? __byte_perm(bits, 0, 0x3232) : bits;
 }
-/// The factor in a word, twice.
+/// The factor in a word, as a vector of two equal factors.
 template <class T>
 __device__ __forceinline__ Vec<Factor<T>, 2> twice(uint32_t factor) {
   const uint32_t words[2] = {factor, factor};
@@ -129,7 +129,7 @@ __device__ __forceinline__ float2 scaled(const Vec<T, 2>& two, const Vec<Factor<
   }
 }
 
-/// Rounds four numbers to bytes.
+/// Rounds four numbers to E4M3, one per byte.
 __device__ __forceinline__ uint32_t pack(float2 low, float2 high) {
   return pack(low.x, low.y) | pack(high.x, high.y) << 16;
 }

@@ -11,15 +11,17 @@
 
 namespace torchkiln::cuda {
 
-/// Blocks per SM: a sum needs few registers, so four blocks fit, with 64 KiB or more in flight.
+/// Blocks per SM. A sum needs few registers, so four blocks fit, with 64 KiB or more in flight per
+/// SM.
 inline constexpr int kColumnBlocks = 4;
-/// Each folded column costs a partial sum, so there must be many rows per fold. Narrow rows gain
-/// more from folding: reading them by single elements wastes most of each memory access.
+/// Fewest rows per fold. Each folded column costs a partial sum, so there must be many rows to add.
+/// Narrow rows gain more from folding: if they were read element by element, most of each memory
+/// access would be unused.
 inline constexpr int64_t kNarrowColumns = 32;
 inline constexpr int64_t kFewestFoldsOfNarrow = 4;
 inline constexpr int64_t kFewestFolds = 32;
 
-/// How columns are read: in vectors of `lanes` elements, and `fold` rows as one.
+/// The access to columns: in vectors of `lanes` elements, with `fold` rows read as one.
 struct ColumnAccess {
   int lanes = 1;
   int fold = 1;
@@ -47,8 +49,8 @@ inline bool suits_one_block(const Reduction& p, int lanes) {
 }
 
 /// Selects the widest vectors that divide every row of a batch. If these are narrower than 16 bytes
-/// and the rows are dense, reads `fold` rows as one row, whose length is a multiple of 16 bytes;
-/// the sums are folded at the end.
+/// and the rows are dense, `fold` rows are read as one row whose length is a multiple of 16 bytes;
+/// their sums are added at the end.
 inline ColumnAccess column_access(const Reduction& p) {
   if (is_rows(p) || p.inner_stride != 1) return {};
   const int64_t widest = device::vector_lanes(p.dtype);
@@ -83,7 +85,7 @@ inline int64_t largest_batch(const Reduction& p) {
   return std::max<int64_t>(kMax / (p.inner * column_access(p).fold), 1);
 }
 
-/// The plan of a batch that is not larger than largest_batch().
+/// The plan of a batch of at most largest_batch() matrices.
 inline ReductionPlan choose(const Reduction& p, const device::Device& device) {
   ReductionPlan plan{};
   plan.in_rows = is_rows(p);

@@ -36,7 +36,7 @@ struct ColumnBody {
   const T* in;
   Offsets offset;
   int64_t row_stride;
-  // The elements after the last group of `fold` rows, if rows are folded; else rest_length is 0.
+  // The elements after the last group of `fold` rows. rest_length is 0 if rows are not folded.
   int64_t rest_begin;
   int64_t rest_length;
   int64_t row_length;
@@ -86,7 +86,7 @@ Status sum(const Reduction& p, const ReductionPlan& plan, Allocate allocate, cud
                             stream);
 }
 
-/// Calls body(part) for parts of a batch.
+/// Calls body(part) for parts of a batch that fit in one launch each.
 template <class Body>
 Status for_each_part(const Reduction& p, const Body& body) {
   const int64_t step = largest_batch(p);

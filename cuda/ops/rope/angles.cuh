@@ -9,7 +9,7 @@
 
 namespace torchkiln::cuda {
 
-/// The row of a token; -1 for none.
+/// The row of a token in the tables of cos and sin; -1 if its position is outside of them.
 __device__ __forceinline__ int64_t row_of(const TokenRows& p, int64_t batch, int64_t token) {
   int64_t row = token;
   if (p.positions != nullptr) {
@@ -55,13 +55,14 @@ __device__ __forceinline__ void load_factors(const RopeAngles& p, const RopeFact
 /// Rotates the pair of `a` and `b`.
 template <class C>
 __device__ __forceinline__ void rotate(C& a, C& b, C cos, C sin) {
-  // Explicit, so that every kernel rounds alike.
+  // Explicit fused multiply-adds, so that every kernel rounds in the same way.
   const C rotated = fma(a, cos, -(b * sin));
   b = fma(b, cos, a * sin);
   a = rotated;
 }
 
-/// Rotates kLanes pairs: (a[i], b[i]) or, if interleaved, neighbours in a, then in b.
+/// Rotates kLanes pairs: the pairs (a[i], b[i]) or, if interleaved, neighbouring elements of a,
+/// then of b.
 template <class C, int kLanes>
 __device__ __forceinline__ void rotate(bool interleaved, C (&a)[kLanes], C (&b)[kLanes],
                                        const C (&cos)[kLanes], const C (&sin)[kLanes]) {

@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kMaskThreads = 256;
 
-/// A block writes a part of the mask of one token.
+/// Writes a part of the mask of one token, per block.
 template <class T, int kLanes>
 __global__ void __launch_bounds__(kMaskThreads)
     cache_mask_parts(const CacheMask p, int64_t blocks_per_token) {

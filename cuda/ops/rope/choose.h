@@ -1,7 +1,6 @@
 #pragma once
 
-// How heads are shared among the threads of rope(): rope.cu has the table. Includes no header of
-// CUDA.
+// Distributes the heads of rope() over threads: rope.cu has the table. Includes no header of CUDA.
 
 #include <algorithm>
 #include <optional>
@@ -14,21 +13,21 @@ namespace torchkiln::cuda {
 
 using namespace device;
 
-// A thread rotates `lanes` pairs of up to kRopeHeads heads of one token, so that the factors are
-// loaded once for these heads and 2 * kRopeHeads vectors are in flight.
+// Most heads per thread. A thread rotates `lanes` pairs of up to kRopeHeads heads of one token, so
+// that it loads their factors once and has 2 * kRopeHeads vectors in flight.
 inline constexpr int kRopeHeads = 4;
 inline constexpr int kMostRopeThreads = 512;
-/// Fewer tokens than this have a block each.
+/// With fewer tokens, each token has a block of its own.
 inline constexpr int64_t kFewRopeTokens = 2048;
 /// Fewest threads of a block that has several tokens.
 inline constexpr int64_t kLeastRopeThreads = 128;
 
-/// The work of the kernel.
+/// The arguments of the kernel.
 struct RopeWork {
   Rope rope;
   Divisor vectors;  // per head: vectors of pairs, then copied vectors
-  Divisor groups;   // of heads
-  Divisor tokens;   // per batch
+  Divisor groups;   // groups of heads per token
+  Divisor tokens;   // tokens per batch
   uint32_t items;   // per block
   uint32_t block_tokens;
   uint32_t all_tokens;
@@ -69,7 +68,7 @@ inline bool heads_in_vectors(const Rope& p, int64_t lanes) {
   return true;
 }
 
-/// How many tokens a block gets: as many as leave the fewest threads of its last warp idle.
+/// Tokens per block: the number that leaves the fewest threads of the last warp idle.
 inline uint32_t tokens_per_block(int64_t items_per_token, int64_t all_tokens) {
   if (all_tokens < kFewRopeTokens) return 1;
   const auto threads = [](int64_t items) { return ceil_div(items, kWarpLanes) * kWarpLanes; };
@@ -82,7 +81,8 @@ inline uint32_t tokens_per_block(int64_t items_per_token, int64_t all_tokens) {
   return best;
 }
 
-/// Returns nullopt if a token has 2^30 or more items: vectors of up to kRopeHeads heads.
+/// Returns nullopt if a token has 2^30 or more items. An item is a vector of pairs in up to
+/// kRopeHeads heads.
 inline std::optional<RopePlan> choose(const Rope& p) {
   const int widest = vector_lanes(p.dtype);
   RopePlan plan{};
@@ -105,7 +105,7 @@ inline std::optional<RopePlan> choose(const Rope& p) {
   plan.blocks = ceil_div(all_tokens, work.block_tokens);
   const int64_t threads = ceil_div(work.items, kWarpLanes) * kWarpLanes;
   plan.threads = static_cast<int>(std::min<int64_t>(kMostRopeThreads, threads));
-  // Few tokens with many heads: one block per token would leave most multiprocessors idle.
+  // Splits tokens among blocks if they are few: one block per token would leave most SMs idle.
   plan.parts = std::min(ceil_div(kFewRopeTokens, std::max<int64_t>(plan.blocks, 1)),
                         ceil_div(work.items, int64_t{plan.threads}));
   return plan;

@@ -14,32 +14,34 @@ namespace torchkiln::cuda {
 // Both hold `lanes` pairs or, where the head is not rotated, 2 * `lanes` adjacent elements.
 // Adjacent teams have adjacent heads, so blocks that run at the same time access adjacent memory.
 inline constexpr int kQkvThreads = 256;
-/// Heads of a team: for few tokens, and for more. One head per team gives more teams, and less code
-/// to fetch into the caches.
+/// Heads per team and round: kFewHeads for few tokens, else kForwardHeads or kBackwardHeads. With
+/// one head per team there are more teams, and less code to load into the instruction caches.
 inline constexpr int kFewHeads = 1;
 inline constexpr int kForwardHeads = 4;
 inline constexpr int kBackwardHeads = 2;
-/// Pieces of a head per thread, if they are not read in vectors.
+/// Pieces per thread and head, if heads are not read in vectors.
 inline constexpr int kHeadItems = kMostHeadElements / 2 / kWarpLanes;
-/// Vectors of a piece: two of x; for gradients, two of x and two of the gradient.
+/// Vectors per piece: two of x; in backward, two of x and two of the gradient.
 inline constexpr int kVectorsOfPiece = 2;
 inline constexpr int kVectorsOfGradient = 4;
 
-/// Blocks per SM of kernels that read a round ahead, and stages of their ring.
+/// Blocks per SM of kernels that read a round ahead, in forward and backward, and the stages of
+/// their ring.
 inline constexpr int kQkvBlocks = 3;
 inline constexpr int kQkvBackwardBlocks = 2;
 inline constexpr int kRingStages = 2;
 
-/// With one norm over all heads: pieces of a token per thread, and threads of an SM.
+/// For one norm over all heads: pieces of a token per thread, and threads per SM.
 inline constexpr int kAcrossPieces = 2;
 inline constexpr int kAcrossBackwardPieces = 3;
 inline constexpr int64_t kAcrossThreads = 2 * kQkvThreads;
-/// With fewer tokens than kFewAcrossTokens, each of kManyRounds rounds or more, several blocks
-/// share a token: about kAcrossBlocks in all, each with two rounds or more.
+/// Several blocks share a token if there are fewer than kFewAcrossTokens tokens, and each would
+/// take at least kManyRounds rounds: about kAcrossBlocks blocks in all, with at least two rounds
+/// each.
 inline constexpr int64_t kFewAcrossTokens = 64;
 inline constexpr int64_t kManyRounds = 8;
 inline constexpr int64_t kAcrossBlocks = 1024;
-/// Sums for the weights up to this size are kept in shared memory, larger ones in global memory.
+/// Most bytes of weight sums that a block keeps in shared memory. Larger sums are in global memory.
 inline constexpr int64_t kMostSharedBytes = 48 * 1024;
 
 /// Threads of a block that adds the rows of sums for the weights: as many along a column as it has
@@ -59,13 +61,13 @@ inline FinishThreads finish_threads(int64_t rows) {
 
 struct QkvPlan {
   QkvNormRope p;
-  Divisor groups;  // of heads: first of the queries, then of the keys, then of the values
+  Divisor groups;  // groups of heads: queries, then keys, then values
   Divisor tokens;  // per batch
   uint32_t all_groups;
   uint32_t query_groups;
   uint32_t key_groups;
   uint32_t all_tokens;
-  uint32_t team;    // threads
+  uint32_t team;    // threads per team
   uint32_t teams;   // per block
   uint32_t pieces;  // per head
   uint32_t pair_pieces;
@@ -73,23 +75,23 @@ struct QkvPlan {
   bool weights_in_vectors;
   uint32_t blocks;
   uint32_t rounds;
-  uint32_t step;  // from a team's token to its token of the next round
+  uint32_t step;  // tokens from a team's round to its next round
 
-  /// Blocks that process all tokens in one round.
+  /// Blocks that would be needed to process all tokens in one round.
   int64_t blocks_of_one_round() const { return ceil_div(int64_t{all_tokens} * all_groups, teams); }
 };
 
-/// Blocks that process a token each, or a part of one.
+/// The plan of a kernel whose blocks process one token each, or a part of one.
 struct QkvAcrossPlan {
   QkvPlan plan;
   Divisor pieces;       // per head
   uint32_t normalized;  // pieces of queries and keys, which come first
   uint32_t all;
-  int64_t sizes[2];  // of the norms
+  int64_t sizes[2];  // elements per norm
 };
 
-/// Teams of threads with `heads` heads, read in vectors of `lanes` elements to a ring of `stages`
-/// stages, or to registers if there is one stage.
+/// The launch of a kernel with teams. A team has `heads` heads, read in vectors of `lanes`
+/// elements: to a ring of `stages` stages or, with one stage, to registers.
 struct QkvChoice {
   int lanes;
   int heads;
@@ -97,7 +99,7 @@ struct QkvChoice {
   QkvPlan plan;
 };
 
-/// The launch of an across kernel.
+/// The launch of a kernel with one norm over all heads.
 struct QkvAcrossChoice {
   int lanes;
   int threads;
@@ -107,7 +109,8 @@ struct QkvAcrossChoice {
   QkvAcrossPlan plan;
 };
 
-/// Shared memory of a ring of vectors of `bytes` bytes. A ring of one stage is in registers.
+/// Bytes of a ring in shared memory whose vectors have `bytes` bytes. With one stage it is in
+/// registers.
 constexpr int ring_bytes(int stages, int vectors, int threads, int bytes) {
   return stages == 1 ? 0 : stages * vectors * threads * bytes;
 }
@@ -159,9 +162,9 @@ inline QkvPlan make_qkv_plan(const QkvNormRope& p, int lanes, int heads) {
   return plan;
 }
 
-/// Plans up to `most` blocks with equal numbers of rounds, but at least as many blocks as a unit:
-/// the fewest blocks whose teams together have whole tokens. Returns false if a token has more than
-/// 2^31 teams.
+/// Plans at most `most` blocks, all with the same number of rounds. It has at least the blocks of
+/// one unit: the fewest blocks whose teams together process whole tokens. Returns false if a token
+/// has more than 2^31 teams.
 inline bool set_blocks(QkvPlan& plan, int64_t most) {
   most = std::min(most, kMaxGridX / plan.teams);
   // The blocks of a unit process whole tokens: a team has the same heads in every round.
@@ -178,7 +181,7 @@ inline bool set_blocks(QkvPlan& plan, int64_t most) {
   return true;
 }
 
-/// The plan for a norm of each head, or none. Returns nullopt if a token has more than 2^31 teams.
+/// The plan for no norm, or one norm per head. Returns nullopt if a token has more than 2^31 teams.
 inline std::optional<QkvChoice> choose(const QkvNormRope& p, const Device& device) {
   const auto in_one_round = [&](int lanes, int heads) -> std::optional<QkvChoice> {
     QkvChoice choice{lanes, heads, 1, make_qkv_plan(p, lanes, heads)};
@@ -191,8 +194,8 @@ inline std::optional<QkvChoice> choose(const QkvNormRope& p, const Device& devic
     return in_one_round(lanes, kFewHeads);
   QkvChoice ring{lanes, kForwardHeads, kRingStages, make_qkv_plan(p, lanes, kForwardHeads)};
   const int64_t resident = int64_t{kQkvBlocks} * device.multiprocessors;
-  // 2/3 of the blocks of one round give two rounds. With more rounds than two, blocks that run at
-  // the same time are further apart in memory, which takes 5 to 10 % longer.
+  // Two thirds of the blocks of one round give two rounds. More rounds take 5 to 10 % longer,
+  // because blocks that run at the same time are then further apart in memory.
   if (!set_blocks(ring.plan, std::max(resident, ring.plan.blocks_of_one_round() * 2 / 3)))
     return std::nullopt;
   const int bytes =
@@ -210,7 +213,7 @@ inline std::optional<QkvChoice> choose(const QkvNormRopeBackward& arguments, con
   QkvChoice choice{lanes, heads, 1, make_qkv_plan(p, lanes, heads)};
   if (!set_blocks(choice.plan, int64_t{kQkvBackwardBlocks} * device.multiprocessors))
     return std::nullopt;
-  // Besides the ring, the shared memory of a block has the sums of a weight.
+  // The shared memory of a block has the ring and the sums for one weight.
   const int sums = static_cast<int>(kMostHeadElements) * compute_bytes(p.dtype);
   const int bytes = ring_bytes(kRingStages, kVectorsOfGradient * heads, kQkvThreads, kVectorBytes);
   if (in_vectors && choice.plan.rounds > 1 &&
@@ -220,7 +223,7 @@ inline std::optional<QkvChoice> choose(const QkvNormRopeBackward& arguments, con
   return choice;
 }
 
-/// Threads of a block, whole warps, with about `pieces` pieces of a token each.
+/// Threads per block, in whole warps, for about `pieces` pieces of a token per thread.
 inline int across_threads(const QkvAcrossPlan& across, int pieces) {
   const auto rounds = [&](int64_t threads) { return ceil_div(across.all, threads); };
   const int64_t least = std::max<int64_t>(ceil_div(across.all, pieces), 2 * kWarpLanes);
@@ -228,7 +231,7 @@ inline int across_threads(const QkvAcrossPlan& across, int pieces) {
   return static_cast<int>(ceil_div(even, kWarpLanes)) * kWarpLanes;
 }
 
-/// One block per token, or several if there are few tokens.
+/// The launch with one block per token, or several if there are few tokens.
 inline QkvAcrossChoice make_across_choice(const QkvNormRope& p, int lanes, int pieces) {
   QkvAcrossPlan plan{};
   plan.plan = make_qkv_plan(p, lanes, 1);

@@ -9,7 +9,7 @@
 //          +-----------+-----------+
 //
 // Each thread copies exactly the vectors that it reads later, so no barrier is needed. A ring of
-// one stage is in registers: a round is requested when it begins.
+// one stage is in registers, and the loads of a round are issued when the round begins.
 
 #include <cuda_pipeline.h>
 
@@ -43,7 +43,7 @@ class HeadRing {
     __pipeline_commit();
     write_ = write_ + 1 == kStages ? 0 : write_ + 1;
   }
-  /// Waits for the oldest round, after which kStages - 1 rounds were requested.
+  /// Waits for the oldest round in flight. kStages - 1 rounds were requested after it.
   __device__ __forceinline__ void wait() const { __pipeline_wait_prior(kStages - 1); }
   __device__ __forceinline__ Item read(int i) const { return *slot(read_, i); }
   __device__ __forceinline__ void advance() { read_ = read_ + 1 == kStages ? 0 : read_ + 1; }

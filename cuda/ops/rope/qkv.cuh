@@ -1,6 +1,6 @@
 #pragma once
 
-// The parts that the kernels of qkv_norm_rope share: teams of threads and their heads.
+// Teams of threads and their heads, for all kernels of qkv_norm_rope.
 
 #include "ops/rope/angles.cuh"
 #include "ops/rope/head_ring.cuh"
@@ -9,18 +9,19 @@
 
 namespace torchkiln::cuda {
 
-/// Queries, keys, values.
+/// The kinds of heads: queries, keys (1) and values.
 constexpr int kQueries = 0;
 constexpr int kValues = 2;
 
 inline constexpr const char* kTooManyTeams = "a token has more than 2^31 teams";
 
-/// The heads of the calling thread's team, all of one kind: a thread needs one weight.
+/// The heads of the calling thread's team. All are of the same kind, so that a thread needs one
+/// weight.
 struct HeadGroup {
-  uint32_t token;  // of the first round
+  uint32_t token;  // in the first round
   int kind = kQueries;
-  int64_t first;       // head of this kind
-  int64_t heads;       // of this kind
+  int64_t first;       // index among the heads of this kind
+  int64_t heads;       // all heads of this kind
   int64_t packed = 0;  // the position of `first` in a packed row
 
   __device__ __forceinline__ HeadGroup(const QkvPlan& plan, int heads_per_group)
@@ -44,7 +45,7 @@ struct HeadGroup {
   }
 };
 
-/// A token by its index among the tokens of all batches.
+/// A token, found by its index among the tokens of all batches.
 struct TokenAt {
   bool exists;
   uint32_t batch;
@@ -56,8 +57,8 @@ struct TokenAt {
         token(index - batch * plan.tokens.divisor()) {}
 };
 
-/// Where the two vectors of a piece begin in a head. The last piece of an odd number of elements
-/// has only the first vector; `second` is then a valid position, too.
+/// The offsets of a piece's two vectors in a head. With an odd number of elements the last piece
+/// has only the first vector; `second` is then a valid offset, too.
 struct Piece {
   bool is_rotated;
   bool has_second;
@@ -76,7 +77,7 @@ struct Piece {
   }
 };
 
-/// Loads the factors weight + offset; they are 1 without a weight, and for kValues.
+/// Loads the factors weight + offset. They are 1 if there is no weight, and for values.
 template <class T, class C, int N>
 __device__ __forceinline__ void load_weight(const QkvPlan& plan, int kind, int64_t at, C (&to)[N]) {
   const void* weight = kind == kValues ? nullptr : plan.p.weight[kind];
@@ -109,7 +110,7 @@ struct Factors {
     load_factors<T>(angles, angles.sin, batch, row, piece.pair, plan.factors_in_vectors, sin);
   }
 
-  /// `head` is the index of the head's first element in the weight.
+  /// Loads the weights of a piece. `head`: the index of the head's first element in the weight.
   template <class T>
   __device__ __forceinline__ void load_weights(const QkvPlan& plan, const Piece& piece, int kind,
                                                int64_t head = 0) {

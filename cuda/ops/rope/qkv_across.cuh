@@ -1,9 +1,10 @@
 #pragma once
 
-// qkv_norm_rope with one norm over all heads of the queries, and one over all heads of the keys: a
+// qkv_norm_rope with one norm over all heads of the queries, and one over all heads of the keys. A
 // block processes a token. Its threads read the token twice, the second time from the L1 cache.
-// Blocks are small: while one waits for its sums, other blocks of the SM read. Few tokens of many
-// heads have several blocks each along y, and two kernels: the first writes the sums of each block.
+// Blocks are small, so that while one waits for its sums, other blocks of the SM read. If there are
+// few tokens of many heads, several blocks along y share a token in two launches: the first launch
+// writes the sums of each block.
 
 #include "ops/rope/qkv.cuh"
 #include "torchkiln/device/block_reduce.cuh"
@@ -17,15 +18,15 @@ Status qkv_norm_across_rope_backward(const QkvNormRopeBackward& arguments, Alloc
 /// A piece of a packed row.
 struct RowPiece {
   int64_t packed;  // the position of the head in the row
-  int64_t head;    // of its kind
+  int64_t head;    // index among the heads of its kind
   int kind;
   Piece piece;
 
   __device__ __forceinline__ RowPiece(const QkvAcrossPlan& across, uint32_t index, int lanes)
       : RowPiece(across, index, across.pieces.quotient(index), lanes) {}
 
-  /// The index of the head's first element in a packed row, or in the weights of queries and keys
-  /// put in a row.
+  /// The index of the head's first element in a packed row. Also its index in the weights of
+  /// queries and keys, seen as one row.
   __device__ __forceinline__ int64_t begin(const QkvNormRope& p) const {
     return packed * p.head_dim;
   }
@@ -48,11 +49,12 @@ struct RowPiece {
 __device__ __forceinline__ uint32_t first_piece() { return blockIdx.y * blockDim.x + threadIdx.x; }
 __device__ __forceinline__ uint32_t piece_step() { return gridDim.y * blockDim.x; }
 
-/// Sums of the blocks of each token: the first of two launches writes them, the second adds them.
+/// The sums of the blocks that share a token. The first launch writes them, the second launch adds
+/// them.
 template <int N, class C>
 struct BlockSums {
-  C* sums;        // [token][block][N]; null: a block has a whole token, and there is one launch
-  bool is_first;  // of two launches
+  C* sums;        // [token][block][N]; null if there is one launch, with a block per token
+  bool is_first;  // first of two launches
 
   __device__ __forceinline__ bool is_second() const { return sums != nullptr && !is_first; }
 
@@ -64,7 +66,7 @@ struct BlockSums {
 #pragma unroll
     for (int i = 0; i < N; ++i) of(blockIdx.y)[i] = own[i];
   }
-  /// Adds every blockDim.x-th block's sums.
+  /// Adds the sums of the blocks threadIdx.x, threadIdx.x + blockDim.x and so on.
   __device__ __forceinline__ void add_to(C (&own)[N]) const {
     for (uint32_t block = threadIdx.x; block < gridDim.y; block += blockDim.x) {
 #pragma unroll

@@ -1,6 +1,6 @@
 // The gradients of qkv_norm_rope with one norm over all heads of a token. A block processes every
-// gridDim.x-th token, or a part of one, and keeps its sums for the weights in shared memory, or in
-// global memory if they are larger than 48 KiB or of a part.
+// gridDim.x-th token, or a part of it. It keeps its sums for the weights in shared memory. They are
+// in global memory if they are larger than 48 KiB, or if blocks have parts of tokens.
 
 #include "ops/rope/qkv_across.cuh"
 #include "ops/rope/qkv_weight_sums.cuh"
@@ -23,7 +23,7 @@ __device__ __forceinline__ void load_gradient(const T* head, const Piece& piece,
   for (int i = 0; i < kLanes; ++i) a[i] = b[i] = C(0);
 }
 
-/// A piece of x, of the incoming gradient, rotated back, and of the weight.
+/// For one piece: x, the incoming gradient after the inverse rotation, and the weight.
 template <class C, int kLanes>
 struct PieceGradient {
   C x_a[kLanes], x_b[kLanes], grad_a[kLanes], grad_b[kLanes];
@@ -62,8 +62,8 @@ __global__ void __launch_bounds__(kQkvThreads, 2)
   const QkvBackwardPlan& backward = arguments.backward;
   const QkvAcrossPlan& across = arguments.across;
   const QkvNormRope& p = across.plan.p;
-  // The sums of a piece in the row of this block, and where they are added. Each thread adds only
-  // to the sums of its own pieces, so no barrier is needed.
+  // The sums of a piece, in the row of sums of this block. Each thread adds only to the sums of its
+  // own pieces, so no barrier is needed.
   const auto row_sums = [&](const RowPiece& at) -> C* {
     C* const sums = static_cast<C*>(backward.sums[at.kind]);
     if (sums == nullptr) return nullptr;
@@ -95,7 +95,8 @@ __global__ void __launch_bounds__(kQkvThreads, 2)
       if (grad == nullptr) return nullptr;
       return grad + batch * stride[0] + token * stride[1] + at.head * stride[2];
     };
-    // Squares of x, and products of x and the gradient of the normalized x, for each kind.
+    // For queries and for keys: the sum of squares of x, and the sum of x times the gradient of the
+    // normalized x.
     C totals[4] = {};
     if (block_totals.is_second()) block_totals.add_to(totals);
     const uint32_t counted = block_totals.is_second() ? 0 : across.normalized;

@@ -1,6 +1,6 @@
 // qkv_norm_rope with one norm over all heads of queries and one over all heads of keys. A block
-// processes a token, or a part of it, and reads its queries and keys twice. qkv_across.cuh is
-// shared with qkv_across_backward.cu.
+// processes a token, or a part of it, and reads its queries and keys twice. qkv_across.cuh has the
+// functions that backward uses, too.
 
 #include "ops/rope/qkv_across.cuh"
 

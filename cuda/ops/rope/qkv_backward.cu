@@ -14,8 +14,8 @@
 namespace torchkiln::cuda {
 namespace {
 
-/// Adds the sums of the block's teams that are `included`, in a fixed order, and writes them to one
-/// row.
+/// Adds the sums of those teams of the block that are `included`, in a fixed order, and writes the
+/// totals to one row.
 template <class C, int kLanes, int kItems>
 __device__ __forceinline__ void write_sums(const QkvPlan& plan, bool included,
                                            const C (&team_a)[kItems][kLanes],
@@ -59,7 +59,7 @@ __device__ __forceinline__ void write_sums(const QkvPlan& plan, bool included,
   __syncthreads();
 }
 
-/// Teams process a token per round.
+/// Computes the gradients; each team processes the heads of one token per round.
 template <class T, int kLanes, int kItems, int kHeads, int kStages>
 __global__ void __launch_bounds__(kQkvThreads, kStages > 1 ? kQkvBackwardBlocks : 1)
     qkv_norm_rope_gradients(const QkvBackwardPlan backward) {
@@ -103,7 +103,8 @@ __global__ void __launch_bounds__(kQkvThreads, kStages > 1 ? kQkvBackwardBlocks 
     }
     ring.commit();
   };
-  // Never requested: gradients that do not exist, missing second vectors, x if there is no norm.
+  // Zeros for vectors that are never requested: gradients that do not exist, missing second
+  // vectors, and x if there is no norm.
   if (kLanes == 1 || grads == nullptr || !has_norm) ring.clear();
   const C inverse_size = C(1) / static_cast<C>(p.head_dim);
   C sum_a[kItems][kLanes] = {}, sum_b[kItems][kLanes] = {};
@@ -128,8 +129,8 @@ __global__ void __launch_bounds__(kQkvThreads, kStages > 1 ? kQkvBackwardBlocks 
       factors.template load_angles<T>(plan, piece, token.batch, row);
       negate(factors.sin);
     };
-    // The gradient of the normalized and weighted head is the gradient, rotated back. It is
-    // computed twice, because it does not fit in registers.
+    // The gradient of the normalized and weighted head is the incoming gradient after the inverse
+    // rotation. It is computed twice, because it does not fit in registers.
     const auto read = [&](int k, int j, const Piece& piece, C(&x_a)[kLanes], C(&x_b)[kLanes],
                           C(&grad_a)[kLanes], C(&grad_b)[kLanes]) {
       const int at = kVectorsOfGradient * (k * kHeads + j);
@@ -140,7 +141,7 @@ __global__ void __launch_bounds__(kQkvThreads, kStages > 1 ? kQkvBackwardBlocks 
       if (piece.is_rotated && !is_value)
         rotate(p.angles.interleaved, grad_a, grad_b, factors.cos, factors.sin);
     };
-    C sums[2 * kHeads] = {};  // of squares, and of x times the gradient of the normalized head
+    C sums[2 * kHeads] = {};  // sums of squares, and of x times the gradient of the normalized head
     if constexpr (kItems == 1) load_angles(0, Piece(plan, lane, kLanes));
     ring.wait();
 #pragma unroll

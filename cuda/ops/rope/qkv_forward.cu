@@ -15,7 +15,7 @@
 namespace torchkiln::cuda {
 namespace {
 
-/// Teams process a token per round.
+/// Normalizes and rotates; each team processes the heads of one token per round.
 template <class T, int kLanes, int kItems, int kHeads, int kStages>
 __global__ void __launch_bounds__(kQkvThreads, kStages > 1 ? kQkvBlocks : 1)
     qkv_norm_rope_heads(const QkvPlan plan) {
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kQkvThreads, kStages > 1 ? kQkvBlocks : 1)
       if (is_value || !piece.is_rotated || !token.exists || !exists(k, 0)) return;
       factors.template load_angles<T>(plan, piece, token.batch, row);
     };
-    // In flight during the reduction, if they fit in registers.
+    // The angles are in flight during the reduction, if they fit in registers.
     if constexpr (kItems == 1) load_angles(0);
     ring.wait();
     C scale[kHeads] = {};

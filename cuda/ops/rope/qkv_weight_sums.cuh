@@ -1,7 +1,7 @@
 #pragma once
 
-// The arguments of a backward kernel of qkv_norm_rope, and the gradients of the weights: sums of
-// blocks, which a second kernel adds in a fixed order.
+// The arguments of a backward kernel of qkv_norm_rope, and the gradients of the weights. Each block
+// writes its sums; a second kernel adds them in a fixed order.
 
 #include <algorithm>
 
@@ -9,15 +9,16 @@
 
 namespace torchkiln::cuda {
 
-/// Sums of the blocks: rows[kind] rows of columns[kind] elements, whose total is grad[kind].
+/// Partial sums of the blocks: rows[kind] rows of columns[kind] elements. grad[kind] gets their
+/// total.
 struct WeightSums {
-  void* sums[2];  // of queries and keys; null: not wanted
+  void* sums[2];  // for queries and keys; null if not wanted
   int64_t rows[2];
   int64_t columns[2];
   void* grad[2];
 };
 
-/// Allocates the sums that are wanted.
+/// Allocates the partial sums that are wanted.
 template <class T>
 WeightSums make_weight_sums(const QkvNormRopeBackward& arguments, int64_t query_rows,
                             int64_t key_rows, Allocate allocate) {
@@ -61,7 +62,7 @@ __global__ void __launch_bounds__(kFinishThreads) add_weight_sums(const WeightSu
   static_cast<W*>(p.grad[kind])[column] = convert<W>(sum);
 }
 
-/// Adds the sums, if any are wanted.
+/// Adds the partial sums, if any are wanted.
 template <class T>
 Status finish_weight_sums(const WeightSums& sums, Dtype weight_dtype, CUstream_st* stream) {
   if (sums.grad[0] == nullptr && sums.grad[1] == nullptr) return {};
@@ -77,11 +78,11 @@ Status finish_weight_sums(const WeightSums& sums, Dtype weight_dtype, CUstream_s
 }
 
 struct QkvBackwardPlan {
-  QkvPlan plan;  // of the forward
+  QkvPlan plan;  // as in forward
   const void* grad[3];
   int64_t grad_stride[3][3];
   void* grad_qkv;
-  void* sums[2];  // rows of WeightSums; null: not wanted
+  void* sums[2];  // rows of WeightSums; null if not wanted
 };
 
 inline QkvBackwardPlan make_backward_plan(const QkvPlan& plan, const QkvNormRopeBackward& arguments,

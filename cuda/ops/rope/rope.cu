@@ -5,9 +5,9 @@
 //   vectors    all parts of all heads are whole 16-byte vectors
 //   elements   otherwise
 //
-// A block has one token, or a part of its heads, if there are few, else as many as leave the fewest
-// threads idle. angles.cuh has the rotation, qkv*.cu the kernels that also normalize, cache_mask.cu
-// the mask of a cache.
+// If there are few tokens, a block has one token or a part of its heads. Otherwise it has as many
+// tokens as leave the fewest threads idle. angles.cuh has the rotation, qkv*.cu the kernels that
+// also normalize, cache_mask.cu the mask of a cache.
 
 #include "ops/rope/angles.cuh"
 #include "torchkiln/device/launch.cuh"
@@ -30,7 +30,7 @@ struct Items {
     const RopeHeads& k = plan.rope.tensors[1];
 #pragma unroll
     for (int j = 0; j < kHeads; ++j) {
-      // Neighbouring groups have neighbouring heads.
+      // Neighbouring threads have neighbouring groups, hence neighbouring heads.
       int64_t head = group + j * static_cast<int64_t>(plan.groups.divisor());
       const bool in_q = head < q.heads;
       const RopeHeads& heads = in_q ? q : k;

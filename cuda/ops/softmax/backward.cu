@@ -1,5 +1,6 @@
-// grad_x = (grad - sum of (grad * y)) * y * scale, or that of the logarithm, over a dimension, with
-// the plans of forward.cu. Two tensors are read, so a team holds rows of half the length.
+// grad_x = (grad - sum of (grad * y)) * y * scale over a dimension, or the gradient of log-softmax,
+// with the plans of forward.cu. Two tensors are read, so the longest row of a team has half the
+// length.
 //
 //   plan        kernel                     when
 //   registers   rows_in_registers          adjacent elements, rows that a team of threads holds
@@ -14,7 +15,7 @@
 namespace torchkiln::cuda {
 namespace {
 
-/// The elements of a row that a thread holds; see SoftmaxRow.
+/// The elements of a row that one thread holds. The members are those of SoftmaxRow.
 template <class Tile_, bool kLog, bool kMasked>
 class SoftmaxGradientRow {
  public:

@@ -14,11 +14,12 @@ namespace torchkiln::cuda {
 using namespace device;
 using namespace rowwise;
 
-/// Threads of a block of a cluster; small blocks are scheduled sooner.
+/// Threads of a block in a cluster. Small blocks are scheduled sooner.
 inline constexpr int kSoftmaxClusterThreads = kRowThreads / 2;
-/// Blocks per SM of rows in parts: 64 registers per thread.
+/// Blocks per SM of the kernel for parts of rows: 64 registers per thread.
 inline constexpr int kSoftmaxPartBlocks = 4;
-/// Vectors of a part per thread: for one tensor; and for two tensors, or one with a mask.
+/// Vectors of a part per thread: kPartVectors of one tensor, kPartVectorsOfTwo of two tensors or of
+/// one with a mask.
 inline constexpr int kPartVectors = 8;
 inline constexpr int kPartVectorsOfTwo = 4;
 
@@ -29,14 +30,14 @@ inline constexpr int kMaxStridedDepth = 32;
 inline constexpr int64_t kDeepLength = 1024;
 inline constexpr int64_t kShallowLength = 64;
 
-// A tile is adjacent rows in shared memory, whose elements are not adjacent in x.
+// A tile is a group of adjacent rows in shared memory. In x their elements are not adjacent.
 inline constexpr int kMaxTileThreads = 512;
 inline constexpr int kMaxTileRows = 256;
 /// Fewest rows of a tile: eight rows of float32 fill a memory access of 32 bytes.
 inline constexpr int kMinTileRows = 8;
-/// Most bytes of a tile of more rows: an SM of 9.0 then holds two blocks.
+/// Most bytes of a tile with more than kMinTileRows rows: an SM of 9.0 then holds two blocks.
 inline constexpr int kTwoTilesBytes = 96 * 1024;
-/// Most bytes of the tile's static shared memory, for two numbers of each row and one of a thread.
+/// Static shared memory of a block, in bytes: up to two numbers per row and one per thread.
 inline constexpr int kTileStaticBytes = (kMaxTileThreads + 2 * kMaxTileRows) * 8;
 
 // Short rows, each computed by threads of one warp.
@@ -48,10 +49,11 @@ inline constexpr int kSingleRows = 8 * kShortThreads;  // of a block, if rows ha
 inline constexpr int kShortRows = 4;
 /// Longest short row, in bytes.
 inline constexpr int64_t kShortBytes = 96;
-/// Short rows of whole vectors that need more threads per SM than this are read in whole vectors.
+/// Short rows of whole vectors are read in vectors if they need more threads per SM than this.
 inline constexpr int kFewThreads = 512;
 
-/// Rows in the registers of teams. `masked`: by a kernel with a mask, which also takes any scale.
+/// The plan for rows that fit in the registers of a team. `masked`: the kernel with a mask, which
+/// also supports any scale.
 struct RegistersPlan {
   static constexpr const char* kWhy = "A team of threads holds the row: each element is read once.";
   RowPlan rows;
@@ -59,7 +61,7 @@ struct RegistersPlan {
   bool masked;
 };
 
-/// Rows that no team holds.
+/// The plan for rows that do not fit in the registers of a team.
 struct PartsPlan {
   static constexpr const char* kWhy =
       "No team holds the row: blocks have a part each, whose second read hits L2.";
@@ -68,7 +70,7 @@ struct PartsPlan {
   bool masked;
 };
 
-/// Rows whose elements are not adjacent.
+/// The plan for rows whose elements are not adjacent.
 struct StridedPlan {
   static constexpr const char* kWhy =
       "Elements are not adjacent: threads of a warp have a row each.";
@@ -76,21 +78,21 @@ struct StridedPlan {
   int depth;
 };
 
-/// Rows whose elements are not adjacent in x, but are in y, if a tile of rows fits in shared
-/// memory. Forward only.
+/// The plan for rows whose elements are adjacent in y but not in x, if a tile of rows fits in
+/// shared memory. Forward only.
 struct TilePlan {
   static constexpr const char* kWhy =
       "Elements are not adjacent: a tile of rows in shared memory is read once.";
   int64_t blocks;
-  int rows;   // of a tile
-  int depth;  // threads of a row
+  int rows;   // per tile
+  int depth;  // threads per row
   int pitch;  // elements from a row of the tile to the next one
-  int bytes;  // of the tile
+  int bytes;  // per tile
 
   TORCHKILN_HOST_DEVICE int threads() const { return rows * depth; }
 };
 
-/// Short rows that are not whole vectors, or few.
+/// The plan for short rows that are not whole vectors, or are few.
 struct ShortPlan {
   static constexpr const char* kWhy = "A row is short: threads of a warp share it.";
   int64_t blocks;
@@ -100,7 +102,7 @@ struct ShortPlan {
 
 using SoftmaxPlan = std::variant<RegistersPlan, PartsPlan, StridedPlan, TilePlan, ShortPlan>;
 
-/// Scaling must keep the order of numbers, and -infinity, in kernels without a mask.
+/// Whether scaling keeps the order of numbers, and -infinity, which kernels without a mask require.
 inline bool keeps_order(double scale) { return scale > 1e-30 && scale < 1e30; }
 
 inline Alignment alignment_of_rows(const Softmax& p) {
@@ -142,7 +144,8 @@ SoftmaxPlan choose_rows(const Problem& p, Alignment alignment, int streams, bool
   if (!rows)
     rows = plan_rows(p.dtype, alignment, p.length, streams, kSoftmaxClusterThreads, device);
   if (rows) return RegistersPlan{*rows, alignment, masked};
-  // Rows whose offsets differ have one kernel, with and without a mask: fewer instantiations.
+  // If the offsets of rows differ, the kernel with a mask serves calls without one, too: fewer
+  // instantiations.
   const bool takes_mask = masked || alignment == Alignment::scalar;
   const int vectors = streams > 1 || takes_mask ? kPartVectorsOfTwo : kPartVectors;
   return PartsPlan{
@@ -182,7 +185,7 @@ inline std::optional<TilePlan> make_tile_plan(const Softmax& p, const Device& de
   const auto length = static_cast<int>(p.length);
   TilePlan plan{0, kStridedColumns, 1, 0, 0};
   plan.pitch = tile_pitch(length, size);
-  constexpr int kElements = 8;  // of a thread, at least
+  constexpr int kElements = 8;  // fewest per thread
   while (plan.threads() < kMaxTileThreads && 2 * plan.depth * kElements <= length) plan.depth *= 2;
   while (plan.threads() < kMaxTileThreads / 2) plan.rows *= 2;
   const auto bytes = [&] { return plan.rows * plan.pitch * static_cast<int>(size); };

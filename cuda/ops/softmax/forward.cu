@@ -19,8 +19,8 @@
 namespace torchkiln::cuda {
 namespace {
 
-/// The elements of a row that a thread holds. Without kMasked there is no mask and the scale is an
-/// ordinary number; with it, p.log is read at run time, which saves instantiations.
+/// The elements of a row that one thread holds. Without kMasked there is no mask, and
+/// keeps_order(scale) holds. With kMasked, p.log is read at run time, which saves instantiations.
 template <class Tile_, bool kLog, bool kMasked>
 class SoftmaxRow {
  public:
@@ -62,7 +62,7 @@ class SoftmaxRow {
     force_reconversion(items_);
     largest[0] *= unit();
     team.reduce_in_warp(largest, Max{});
-    // Exponentials are relative to the maximum, so that large numbers lose no digits; here to the
+    // Exponentials are relative to a maximum, so that large numbers lose no digits. Here it is the
     // maximum of the warp, so that one exchange between warps is enough.
     warp_largest_ = largest[0];
     const C reference = Op::reference(warp_largest_);
@@ -86,7 +86,7 @@ class SoftmaxRow {
 
   __device__ __forceinline__ void write(const C (&values)[kValues]) {
     const bool is_log = kMasked ? p_.log : kLog;
-    // A row without any unmasked element is NaN, as in torch: 0 / 0, or -infinity + infinity.
+    // A row without an unmasked element becomes NaN, as in torch: 0 / 0, or -infinity + infinity.
     const C reference = Op::reference(values[0]);
     const C factor = (kKeeps ? Op::rescaled(C(1), warp_largest_, values[0]) : C(1)) / values[1];
     const C log_sum = is_log ? log(values[1]) : C(0);
@@ -111,10 +111,10 @@ class SoftmaxRow {
  private:
   static constexpr int kLanes = Tile::kLanes;
   static constexpr int kItems = Tile::kItems;
-  // Exponentials are kept for the results if the registers have room.
+  // Whether the registers have room to keep the exponentials for the results.
   static constexpr bool kKeeps = !kLog && !kMasked && Tile::kVectors == kFewItems;
 
-  /// The scale of the numbers that read() returns. It is positive, so that -infinity stays
+  /// The scale of the numbers that read() returns. It is positive, so that -infinity times it is
   /// -infinity.
   __device__ __forceinline__ C unit() const { return kMasked ? C(1) : static_cast<C>(p_.scale); }
   __device__ __forceinline__ void read(int k, C (&z)[kLanes]) const {

@@ -1,6 +1,6 @@
 #pragma once
 
-// Common to softmax and its gradient: which elements count, and the launch of a plan.
+// Functions of softmax and its gradient: the elements that count, and the launch of a plan.
 
 #include "detail/rowwise/parts.cuh"
 #include "detail/rowwise/tile.cuh"
@@ -10,7 +10,8 @@
 namespace torchkiln::cuda {
 namespace {
 
-/// One bit per lane of each of a thread's items: the lane belongs to the row and is not masked.
+/// One bit per lane of each of a thread's items: whether the lane belongs to the row and is not
+/// masked.
 template <bool kMasked, class Tile>
 class ActiveLanes {
  public:
@@ -48,7 +49,7 @@ Status with_flags(bool is_log, bool is_masked, const Body& body) {
                 : body(std::false_type{}, std::false_type{});
 }
 
-/// A team holds a row in registers. Row: see rows_in_parts().
+/// Computes rows that fit in the registers of a team. Row: see rows_in_parts().
 template <class Row, int kBlocks>
 __global__ void __launch_bounds__(kRowThreads, kBlocks)
     rows_in_registers(typename Row::Problem p, TeamShape shape) {
@@ -65,8 +66,8 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks)
   row.write(values);
 }
 
-/// Launches plans for the type whose tag row(tile, log, masked) returns, or columns(type, log) if
-/// the elements of a row are not adjacent. kStreams: tensors that are read.
+/// Launches plans. row(tile, log, masked) returns the tag of the type for rows with adjacent
+/// elements; columns(type, log) returns the kernel for other rows. kStreams: tensors that are read.
 template <class T, int kStreams, class Problem, class RowType, class ColumnKernel>
 struct Launcher {
   const Problem& p;

@@ -1,7 +1,7 @@
 #pragma once
 
-// Softmax of short rows and its gradient: some threads of a warp share a row. The code is short
-// too: a small call takes as long as its instructions need to arrive from memory.
+// Softmax of short rows and its gradient: several threads of a warp share a row. The code is also
+// short, because a small call takes as long as loading its instructions from memory.
 
 #include "strided.cuh"
 
@@ -13,7 +13,7 @@ constexpr int kSingleLoads = 8;  // in flight per thread
 template <class T, int kRows>
 constexpr int kShortBlocks = kRows > 1 && sizeof(T) < 8 ? 8 : 1;
 
-/// The result of op for the elements of `lanes` adjacent threads.
+/// The result of op over the values of `lanes` adjacent threads.
 template <class C, class Op>
 __device__ __forceinline__ C reduce_lanes(C value, int lanes, Op op) {
 #pragma unroll 1
@@ -22,7 +22,7 @@ __device__ __forceinline__ C reduce_lanes(C value, int lanes, Op op) {
   return value;
 }
 
-/// The result replaces x.
+/// Softmax of a short row. The result overwrites x in registers.
 template <class T_, bool kLog>
 struct ShortSoftmax {
   using Problem = Softmax;
@@ -38,8 +38,8 @@ struct ShortSoftmax {
   static __device__ __forceinline__ T* result(const Problem& p) { return static_cast<T*>(p.y); }
 
   static __device__ __forceinline__ T single(const Problem& p, T x, T) {
-    // NaN for infinity and NaN, as in torch. A difference to itself could be a fused product's
-    // rounding error.
+    // NaN for infinity and NaN, as in torch. value - value would not do: if the compiler fuses the
+    // product, the difference is its rounding error.
     const C value = convert<C>(x) * static_cast<C>(p.scale);
     return convert<T>(isfinite(value) ? C(kLog ? 0 : 1) : C(NAN));
   }
@@ -68,7 +68,7 @@ struct ShortSoftmax {
   }
 };
 
-/// The gradient of x replaces that of the result.
+/// The gradient of a short row. The gradient of x overwrites the incoming gradient in registers.
 template <class T_, bool kLog>
 struct ShortGradient {
   using Problem = SoftmaxBackward;
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kShortThreads, kShortBlocks<typename Row::T, k
   }
 }
 
-/// Rows of one element.
+/// Computes rows of one element.
 template <class Row>
 __global__ void __launch_bounds__(kShortThreads) softmax_singles(typename Row::Problem p) {
   using T = typename Row::T;

@@ -14,7 +14,7 @@ namespace {
 
 constexpr float kExcluded = -INFINITY;  // excluded by a mask
 
-/// One row of a mask.
+/// The mask of one row.
 class MaskRow {
  public:
   __device__ __forceinline__ MaskRow(const RowMask& mask, int64_t row) : data_(mask.data) {
@@ -45,14 +45,14 @@ __device__ __forceinline__ C gradient(C grad, C y, C total, C scale, C exp_of_y)
   return kLog ? (grad - exp_of_y * total) * scale : (grad - total) * y * scale;
 }
 
-/// Reductions over threadIdx.y, in float64 because a thread may add a million numbers.
+/// Reduces over threadIdx.y, in float64 because a thread may add a million numbers.
 class ColumnReducer {
  public:
   __device__ __forceinline__ explicit ColumnReducer(
       double (&shared)[kMaxStridedDepth][kStridedColumns])
       : shared_(shared) {}
 
-  /// Every thread gets the result of its column.
+  /// Returns the result of its column to every thread.
   template <class Op>
   __device__ __forceinline__ double reduce(double value, Op op) {
     __syncthreads();

@@ -1,7 +1,7 @@
 #pragma once
 
-// Softmax of rows whose elements are not adjacent, but adjacent in y: a block copies a tile of rows
-// to shared memory, and so reads x once and writes y in order.
+// Softmax of rows whose elements are adjacent in y but not in x. A block copies a tile of rows to
+// shared memory, so that it reads x once and writes adjacent elements of y.
 
 #include "strided.cuh"
 #include "torchkiln/device/fast_divide.cuh"
@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, 2)
   __shared__ C references[kMaxTileRows], factors[kMaxTileRows];
   T* const tile = reinterpret_cast<T*>(softmax_memory);
   const int thread = static_cast<int>(threadIdx.x);
-  // Adjacent threads read what is closer in memory: rows or elements of a row.
+  // Adjacent threads read along the dimension with the smaller stride: rows, or elements of a row.
   const bool across = p.outer_stride <= p.stride;
   const int row = across ? thread % plan.rows : thread / plan.depth;
   const int place = across ? thread / plan.rows : thread % plan.depth;
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, 2)
   const T* const x = static_cast<const T*>(p.x) + (first + row) * p.outer_stride;
   T* const own = tile + row * plan.pitch;
   const C scale = static_cast<C>(p.scale);
-  // Every thread gets the result of its row.
+  // Returns the result of its row to every thread.
   const auto reduce = [&](C value, auto op) {
     __syncthreads();
     exchanged[place * plan.rows + row] = value;

@@ -13,32 +13,34 @@ namespace torchkiln::cuda {
 using namespace device;
 using namespace sparse;
 
-inline constexpr int kSpmmThreads = 128;  // of a block, also for gradients
+inline constexpr int kSpmmThreads = 128;  // per block, also for gradients
 inline constexpr int kWarpLog2 = 5;
 
-/// How threads read the dense matrix: vectors of adjacent elements of a row, which are adjacent in
-/// memory (kRows) or not (kColumns); or elements of a row that are spaced by a warp, because rows
-/// are aligned to single elements (kSpaced).
+/// How threads read the dense matrix. kRows: vectors of elements that are adjacent in memory.
+/// kColumns: vectors of adjacent elements of a row that are not adjacent in memory. kSpaced:
+/// elements that are 32 columns apart, if rows are aligned to single elements.
 enum class Access { kRows, kColumns, kSpaced };
 
-/// Blocks per SM: 64 registers per thread for float32. Other types need more: 2-byte types widen 8
-/// rows of 16 bytes to 32 bytes each, float64 has 64-bit weights. Columns have more addresses.
+/// Blocks per SM. Float32 takes 64 registers per thread. Other types need more: 2-byte types
+/// convert 8 rows of 16 bytes to 32 bytes each, float64 has 64-bit weights. kColumns has more
+/// addresses.
 constexpr int spmm_blocks(size_t bytes, Access access) {
   if (access == Access::kColumns) return 4;
   if (access == Access::kSpaced) return 5;
   return bytes == sizeof(float) ? 8 : 6;
 }
 
-/// How a piece is divided among threads, and the blocks of a launch, innermost first. A group of
-/// lanes reads a row of the dense matrix, one vector per lane. If rows are narrow, several groups
-/// (splits) alternate over the entries, and their sums are added at the end in a fixed order:
+/// The distribution of a piece (entries of one sparse row) over threads, and of pieces over blocks.
+/// A group of lanes reads a row of the dense matrix, one vector per lane. If rows are narrow,
+/// several such groups (splits) alternate over the entries of a piece, and their sums are added at
+/// the end in a fixed order:
 ///
 ///   entries      e0     e1     e2     e3          splits = 2, lanes = 4
 ///   thread     0 1 2 3       0 1 2 3                (lane 0 ... 3 of split 0)
 ///                     4 5 6 7       4 5 6 7         (lane 0 ... 3 of split 1)
 ///
-/// All pieces of one tile of columns start before the pieces of the next tile, so that rows of the
-/// dense matrix that they share are found in the caches.
+/// All pieces of one tile of columns start before the pieces of the next tile, so that pieces with
+/// the same rows of the dense matrix find them in the caches.
 struct SpmmWork {
   int lanes_log2;
   Units units;
@@ -51,7 +53,7 @@ struct SpmmPlan {
   int lanes;  // elements of the widest vectors that rows consist of
   SpmmWork work;
   int64_t blocks;
-  int64_t chunks;  // of all matrices; if there are any, a second kernel adds the parts of long rows
+  int64_t chunks;  // of all matrices; if not 0, a second kernel adds the parts of long rows
   int64_t shares;  // blocks of a chunk in that kernel
 
   const char* why() const {
@@ -62,20 +64,20 @@ struct SpmmPlan {
   }
 };
 
-/// Whether `lanes` spaced elements per thread leave enough warps for the GPU.
+/// Whether enough warps for the GPU remain if each thread has `lanes` spaced elements.
 inline bool is_spaced(const Spmm& p, int lanes) {
   constexpr int64_t kFewWarps = 1024;
   return p.column_stride == 1 && p.width > 2 * kWarpLanes &&
          p.batch * p.pattern.rows * ceil_div(p.width, lanes * kWarpLanes) >= kFewWarps;
 }
 
-/// Chunks of the usual size. Few long rows, as those of the transpose of a tall matrix, get smaller
-/// ones: their warps alone would leave most of the GPU idle. The parts of a row are then added one
-/// after the other, so a longer row has longer ones.
+/// Chunks of entries: kUsual entries each, or fewer if there are few long rows, as in the transpose
+/// of a tall matrix, because the warps of few rows would leave most of the GPU idle. A thread adds
+/// the parts of a row one after the other, so the chunks of longer rows are larger.
 inline Chunks spmm_chunks(const CsrPattern& pattern, int64_t tiles, int lanes_log2) {
   constexpr int64_t kUsual = 512;   // fewer entries take less time than the search for their rows
-  constexpr int64_t kWarps = 4096;  // about what a GPU runs at a time
-  const int least = std::min(128, 1024 >> lanes_log2);  // four rounds of a warp, or one
+  constexpr int64_t kWarps = 4096;  // about as many as a GPU runs at a time
+  const int least = std::min(128, 1024 >> lanes_log2);  // 4 steps of a warp down to 1
   if (4 * pattern.rows * tiles >= kWarps ||
       pattern.entries <= std::min(256, 4 * least) * pattern.rows)
     return make_chunks(pattern, kUsual);
@@ -90,16 +92,16 @@ inline Chunks spmm_chunks(const CsrPattern& pattern, int64_t tiles, int lanes_lo
 inline SpmmWork make_work(const Spmm& p, int vector, Access access) {
   SpmmWork work{};
   const int64_t vectors = ceil_div(p.width, vector);
-  // Few columns at a time, so that the sectors that rows share are found in the caches.
+  // Few columns per tile, so that memory sectors which several rows use are found in the caches.
   const int most_log2 = p.column_stride == 1 ? 5 : 1;
   while (work.lanes_log2 < most_log2 && 1 << work.lanes_log2 < vectors) ++work.lanes_log2;
   if (access == Access::kSpaced) work.lanes_log2 = kWarpLog2;
   const int64_t mean = p.pattern.entries / p.pattern.rows;
-  // Two splits of half a warp, if the second half of a warp would read nothing in the last tile.
+  // Two splits of 16 lanes each, if lanes 16 to 31 would read nothing in the last tile.
   const bool is_half = vectors > 32 && vectors <= 128 && (vectors - 1) % 32 < 16;
   if (access == Access::kRows && is_half && mean >= 16) --work.lanes_log2;
   work.tiles = ceil_div(vectors, 1 << work.lanes_log2);
-  // One warp per row if a split still has a few entries: rows of different lengths then do not wait
+  // One warp per row if each split then has several entries: rows of different lengths do not wait
   // for each other.
   work.units.chunks = spmm_chunks(p.pattern, work.tiles, work.lanes_log2);
   int splits_log2 = 0;
@@ -118,27 +120,29 @@ inline int lanes_of(const Spmm& p) {
                   sparse::lanes_of({p.out, p.width, 0}, p.width, p.dtype));
 }
 
-/// The plan of a product with results.
+/// The plan of a product that has results.
 inline SpmmPlan choose(const Spmm& p) {
   SpmmPlan plan{};
   plan.lanes = lanes_of(p);
   const int widest = vector_lanes(p.dtype);
-  // Also for vectors of two 2-byte elements, if a warp does little more than find its row.
+  // Vectors of two 2-byte elements are spaced, too, if a warp does little more than finding its
+  // row.
   const bool is_short = 4 * plan.lanes <= widest && p.pattern.entries < 4 * p.pattern.rows;
   const bool spaced = (plan.lanes == 1 || is_short) && is_spaced(p, widest);
   plan.access = spaced ? Access::kSpaced : p.column_stride != 1 ? Access::kColumns : Access::kRows;
   plan.work = make_work(p, spaced ? widest : plan.lanes, plan.access);
   plan.blocks = plan.work.blocks_per_tile * plan.work.tiles * p.batch;
   plan.chunks = plan.work.units.chunks.count * p.batch;
-  // A block of a chunk without a long row searches in vain, so few chunks have several.
+  // Several blocks per chunk only if there are few chunks: a block of a chunk without a long row
+  // does no work.
   if (plan.chunks > 0)
     plan.shares =
         std::min(ceil_div(p.width, kSpmmThreads), std::max(2048 / plan.chunks, int64_t{1}));
   return plan;
 }
 
-/// The rows that a group of kLanes threads has in flight: kSteps vectors per thread of each of
-/// kUnroll entries.
+/// The loads of a group of kLanes threads in flight: kSteps vectors per thread for each of kUnroll
+/// entries.
 struct Narrow {
   static constexpr int kLanes = 8, kUnroll = 8, kSteps = 1;
 };
@@ -146,30 +150,35 @@ struct Wide {
   static constexpr int kLanes = 32, kUnroll = 4, kSteps = 4;
 };
 
-/// A chunk of wide rows has as many threads as a row.
+/// The base-2 logarithm of the threads per chunk: as many as a row has if rows are wide, else a
+/// warp.
 template <class Flight>
 TORCHKILN_HOST_DEVICE int chunk_log2_of(const Units& units) {
   return Flight::kSteps > 1 ? units.group_log2 : kWarpLog2;
 }
 
-/// Blocks per SM: 72 registers per thread for narrow rows of float32, 128 for wide rows. Other
-/// types need more: 2-byte types widen 8 rows of 16 bytes to 32 bytes each.
+/// Blocks per SM. Narrow rows of float32 take 72 registers per thread, wide rows 128. Other types
+/// need more: 2-byte types convert 8 rows of 16 bytes to 32 bytes each.
 template <class Flight>
 constexpr int sampled_blocks(size_t bytes) {
   if (Flight::kSteps > 1) return bytes == sizeof(float) ? 4 : 3;
   return bytes == sizeof(float) ? 7 : 5;
 }
 
-/// A block per entry.
+/// Threads of a block that computes one entry.
 inline constexpr int kEntryThreads = 256;
-/// A warp would need several rounds for wider rows than these, if so few entries leave SMs idle.
+/// One block per entry, if rows have at least kLeastWidthOfEntries columns and there are at most
+/// kMostEntries entries. A warp would need several steps for such a row, and so few warps leave SMs
+/// idle.
 inline constexpr int64_t kLeastWidthOfEntries = 2048;
 inline constexpr int64_t kMostEntries = 512;
-/// With fewer entries, groups of eight lanes leave most of the GPU idle.
+/// With at most this many entries, pieces are smaller: otherwise groups of eight lanes would leave
+/// most of the GPU idle.
 inline constexpr int64_t kFewEntries = 1 << 15;
-/// More rows with a warp each take several rounds of all warps of a GPU.
+/// With more rows than this, and a warp per row, all warps of a GPU have several rows.
 inline constexpr int64_t kFewRows = 1 << 12;
-/// Most vectors of a row that eight lanes read.
+/// Most vectors of a row that eight lanes read. The second limit applies if entries and rows are
+/// few.
 inline constexpr int64_t kMostNarrowVectors = 64;
 inline constexpr int64_t kMostNarrowVectorsOfFew = 16;
 
@@ -197,8 +206,9 @@ inline bool has_block_per_entry(const SampledProduct& p) {
          (p.batch == 1 && p.pattern.entries <= kMostEntries && p.width >= kLeastWidthOfEntries);
 }
 
-/// 1 << result threads have a row of mean length: in two rounds or more, or in about one if there
-/// are few entries. kLanes << k threads have kUnroll << k entries in a round.
+/// The base-2 logarithm of the threads of a row of mean length. They take two steps or more for the
+/// row, or about one step if there are few entries. kLanes << k threads process kUnroll << k
+/// entries per step.
 template <class Flight>
 int group_log2_of(const CsrPattern& pattern, int least, int most) {
   const int64_t mean = pattern.entries / pattern.rows;
@@ -209,8 +219,8 @@ int group_log2_of(const CsrPattern& pattern, int least, int most) {
   return group_log2;
 }
 
-/// Pieces are not added, so they may be short: one or two rounds of a chunk's threads if there are
-/// few entries, though not fewer than rows.
+/// Pieces of sampled products need no sum over pieces, so they may be short. If there are few
+/// entries, though at least as many as rows, a piece takes one or two steps of a chunk's threads.
 inline Chunks sampled_chunks(const CsrPattern& pattern, int64_t few, int64_t many) {
   if (pattern.entries > kFewEntries || pattern.entries < pattern.rows)
     return make_chunks(pattern, many);
@@ -221,7 +231,7 @@ inline Units units_of(const CsrPattern& pattern, Narrow) {
   return {sampled_chunks(pattern, 4 * Narrow::kUnroll, 512), group_log2_of<Narrow>(pattern, 3, 5)};
 }
 
-/// A row has several warps, so that each has a few rounds.
+/// Several warps per row, as long as each of them has a few steps.
 inline Units units_of(const CsrPattern& pattern, Wide) {
   const int group_log2 = group_log2_of<Wide>(pattern, kWarpLog2, 12);
   const int64_t few = int64_t{2 * Wide::kUnroll} << (group_log2 - kWarpLog2);
@@ -242,7 +252,7 @@ inline int lanes_of(const SampledProduct& p) {
                   sparse::lanes_of(p.right, p.width, p.dtype));
 }
 
-/// The plan of a gradient with results.
+/// The plan of a gradient that has results.
 inline SampledPlan choose(const SampledProduct& p) {
   if (has_block_per_entry(p)) return EntriesPlan{p.pattern.entries};
   const bool are_few = p.pattern.entries <= kFewEntries && p.pattern.rows <= kFewRows;

@@ -13,14 +13,14 @@ namespace torchkiln::cuda {
 
 using namespace device;
 
-// Ranks: each block reads all entries; kRankThreads >> lanes_log2 entries or columns of it are
-// counted, by 1 << lanes_log2 threads each.
+// Ranks: each block reads all entries. It counts the ranks of kRankThreads >> lanes_log2 entries or
+// columns, with 1 << lanes_log2 threads for each.
 inline constexpr int kRankThreads = 128;
-inline constexpr int kRankBits = 11;  // of an entry's index in a key; the other bits are its column
+inline constexpr int kRankBits = 11;  // bits of a key for the index; the others: its column
 inline constexpr int64_t kMostRanked = int64_t{1} << kRankBits;
-/// With 15 million comparisons an H100 takes 9 us longer than for counting.
+/// Most comparisons for ranks. With 15 million, an H100 takes 9 us longer than for a counting sort.
 inline constexpr int64_t kMostComparisons = int64_t{1} << 23;
-/// More entries have four threads each.
+/// Most entries that are ranked by one thread each. More entries have four threads each.
 inline constexpr int64_t kMostRankedByOne = 256;
 
 // Counting sort: one or two launches instead of the six or more of a radix sort.
@@ -28,9 +28,9 @@ inline constexpr int kSortThreads = 1024;
 inline constexpr int kMostRounds = 4;
 inline constexpr int64_t kMostSortBlocks = 132;         // the SMs of an H100
 inline constexpr int64_t kMostSortedColumns = 1 << 13;  // counters in shared memory
-/// Every block reads the counts of all blocks: 256 KB take about 4 us.
+/// Most counts of all blocks. Every block reads all of them: 256 KB take about 4 us.
 inline constexpr int64_t kMostCounts = 1 << 16;
-/// Static shared memory of a block, for the scan of cub, at most.
+/// Most bytes of static shared memory per block, for the scan of CUB.
 inline constexpr int kScanBytes = 4352;
 
 // Radix sort.
@@ -46,7 +46,8 @@ struct RankPlan {
   int64_t packed;        // elements per matrix of the result
 };
 
-/// Blocks per matrix, which sort `rounds` times kSortThreads entries each.
+/// The plan of a counting sort. Each of the `blocks` blocks per matrix sorts `rounds` times
+/// kSortThreads entries.
 struct CountingPlan {
   static constexpr const char* kWhy =
       "Blocks count the columns in shared memory: fewer launches than a radix sort.";
@@ -56,7 +57,7 @@ struct CountingPlan {
 
 struct RadixPlan {
   static constexpr const char* kWhy = "Too many entries or columns for counters in shared memory.";
-  int64_t label_blocks;  // per matrix, as the next one
+  int64_t label_blocks;  // per matrix, like pack_blocks
   int64_t pack_blocks;
 };
 

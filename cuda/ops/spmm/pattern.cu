@@ -36,7 +36,7 @@ size_t array_bytes(const CsrTranspose& p) {
   return static_cast<size_t>(ceil_div(p.batch * p.pattern.entries, 64) * 64) * sizeof(int32_t);
 }
 
-/// Radix sort is stable, so the entries of a column stay ordered by row.
+/// Radix sort is stable, so the entries of a column remain ordered by row.
 cudaError_t sort(const CsrTranspose& p, Entries& entries, cudaStream_t stream) {
   const int64_t most = p.batch * p.pattern.columns;
   int bits = 1;
@@ -46,8 +46,8 @@ cudaError_t sort(const CsrTranspose& p, Entries& entries, cudaStream_t stream) {
       entries.sorted_index, static_cast<int32_t>(p.batch * p.pattern.entries), 0, bits, stream);
 }
 
-/// Writes key, index and row of each entry. A warp takes 32 * kItems entries and finds the rows of
-/// the first and the last; each thread then searches between these rows.
+/// Writes key, index and row of each entry. A warp has 32 * kItems entries and finds the rows of
+/// its first and its last entry. Each thread then searches only between these two rows.
 template <class Index>
 __global__ void __launch_bounds__(kThreads)
     label_entries(CsrTranspose p, Entries to, int64_t blocks_per_matrix) {
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// Thread i of a matrix writes entry i, and finds where row i begins.
+/// Thread i of a matrix writes entry i of the result, and the begin of its row i.
 __global__ void __launch_bounds__(kThreads)
     pack_transpose(CsrTranspose p, Entries from, int64_t blocks_per_matrix, int64_t size) {
   wait_for_previous_kernel();
@@ -132,15 +132,15 @@ __global__ void __launch_bounds__(kSortThreads)
   for (int c = threadIdx.x; c < columns; c += kSortThreads) to[c] = totals[c];
 }
 
-/// Writes the entries of a block to their places, in order. `counts`: of count_columns(), null if
-/// a matrix has one block, which counts its own.
+/// Writes the entries of a block to their sorted positions. `counts`: the result of
+/// count_columns(). It is null if a matrix has one block, which counts its own entries.
 template <class Index>
 __global__ void __launch_bounds__(kSortThreads)
     place_entries(CsrTranspose p, CountingPlan plan, const int32_t* counts, int64_t packed) {
   using Scan = cub::BlockScan<int, kSortThreads>;
   static_assert(sizeof(typename Scan::TempStorage) <= kScanBytes);
   __shared__ typename Scan::TempStorage scan_storage;
-  extern __shared__ int totals[];  // entries of each column, then the next place of each column
+  extern __shared__ int totals[];  // entries per column, then the next position per column
   wait_for_previous_kernel();
   const int64_t matrix = blockIdx.x / plan.blocks;
   const int64_t block = blockIdx.x - matrix * plan.blocks;
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kSortThreads)
     }
     __syncthreads();
   }
-  int begin = 0;  // of column `base`
+  int begin = 0;  // first position of column `base`
   for (int base = 0; base < columns; base += kSortThreads) {
     const int c = base + static_cast<int>(threadIdx.x);
     int smaller = 0;  // entries in the columns from `base` to c
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kSortThreads)
       if (block == 0) begins[c] = begin + smaller;
     }
     begin += sum;
-    __syncthreads();  // the storage is used again, and places are read
+    __syncthreads();  // the storage is used again, and positions are read
   }
   if (block == 0 && threadIdx.x == 0) begins[columns] = static_cast<int32_t>(entries);
 
@@ -192,14 +192,14 @@ __global__ void __launch_bounds__(kSortThreads)
     const bool is_there = e < last;
     const int column = is_there ? static_cast<int>(col[e]) : -1;
     int row = 0;
-    if (e - lane < last) {  // the same for a whole warp
+    if (e - lane < last) {  // equal for all lanes of a warp
       const int first_row = row_of(crow, rows, e - lane);
       const int last_row = row_of(crow, rows, min(e - lane + kWarpLanes, last) - 1);
       row = row_between(crow, first_row, last_row, min(e, last - 1));
     }
     const unsigned same = __match_any_sync(~0u, column);
     const int rank = __popc(same & ((1u << lane) - 1));
-    // One warp after the other, so that the entries of a column keep their order.
+    // Warps write one after the other, so that the entries of a column keep their order.
     const int count = static_cast<int>(min(last - first, int64_t{kSortThreads}));
     int place = 0;
     for (int turn = 0; turn * kWarpLanes < count; ++turn) {

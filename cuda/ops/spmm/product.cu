@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads, spmm_blocks(sizeof(T), kAccess))
   using C = Compute<T>;
   constexpr int U = kUnroll<kAccess, V>;
   constexpr bool kIsSpaced = kAccess == Access::kSpaced;
-  constexpr int kStep = kIsSpaced ? kWarpLanes : 1;  // between the elements of a thread
+  constexpr int kStep = kIsSpaced ? kWarpLanes : 1;  // columns between the elements of a thread
   wait_for_previous_kernel();
   const int64_t block = blockIdx.x / plan.blocks_per_tile;
   const int64_t in_tile = blockIdx.x - block * plan.blocks_per_tile;
@@ -43,8 +43,8 @@ __global__ void __launch_bounds__(kThreads, spmm_blocks(sizeof(T), kAccess))
   const int lane = threadIdx.x & ((1 << plan.lanes_log2) - 1);
   const int64_t column = (tile << plan.lanes_log2) * V + lane * (kIsSpaced ? 1 : V);
   const bool inside = column < p.width;
-  // The elements of a thread that are inside. The width is a multiple of a vector, so a vector is
-  // inside as a whole.
+  // The number of this thread's elements that are inside. The width is a multiple of a vector, so a
+  // vector is either inside or outside as a whole.
   const int64_t reached = (p.width - column + kStep - 1) / kStep;
   const int count = kIsSpaced ? static_cast<int>(min(max(reached, int64_t{0}), int64_t{V})) : V;
   // A lane beyond the end reads the first columns, so that the loads need no condition.
@@ -128,8 +128,8 @@ __global__ void __launch_bounds__(kThreads, spmm_blocks(sizeof(T), kAccess))
                  multiply);
 }
 
-/// The blocks of a chunk, which share the columns, add the partial results of the long row that
-/// begins in it and continues after it, if there is one.
+/// The parts of the long row, if any, that begins in a chunk and continues after it. The blocks of
+/// the chunk share the columns, and add these parts.
 template <class T, class Index>
 __global__ void __launch_bounds__(kThreads) add_parts(Spmm p, Chunks chunks) {
   using C = Compute<T>;
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kThreads) add_parts(Spmm p, Chunks chunks) {
   }
 }
 
-/// The division of work as text, for torchkiln.explain().
+/// The plan as text, for torchkiln.explain().
 const char* describe(const SpmmPlan& plan) {
   const bool is_split = plan.chunks > 0;
   if (plan.access == Access::kColumns) return "columns of the dense matrix, without a copy in rows";

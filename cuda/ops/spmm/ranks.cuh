@@ -1,8 +1,8 @@
 #pragma once
 
-// The transposed pattern of few entries in one launch: the place of an entry is the number of
-// entries before it, by column and then by index, and a column begins at the number of entries in
-// smaller columns.
+// The transposed pattern of few entries in one launch. The position of an entry is the number of
+// entries before it, ordered by column and then by index. A column begins at the number of entries
+// in smaller columns.
 
 #include "choose_transpose.h"
 #include "detail/sparse/csr_split.cuh"
@@ -15,7 +15,7 @@ using namespace sparse;
 
 template <class Index>
 __global__ void __launch_bounds__(kRankThreads) rank_entries(CsrTranspose p, RankPlan plan) {
-  constexpr int kKeys = 4;  // that a thread reads together
+  constexpr int kKeys = 4;  // read together by a thread
   __shared__ __align__(kVectorBytes) uint32_t keys[kMostRanked];
   wait_for_previous_kernel();
   const int64_t matrix = blockIdx.x / plan.blocks;

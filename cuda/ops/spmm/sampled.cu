@@ -1,5 +1,5 @@
 // The dot product of a row of `left` and a row of `right` for each entry of a sparse pattern: the
-// gradient of the values of a product. choose.h selects who reads a row:
+// gradient of the values of a product. choose.h selects the threads that read a row:
 //
 //   narrow    eight lanes, with eight entries in flight
 //   wide      a warp or more, four vectors of four entries at a time
@@ -17,7 +17,7 @@ namespace {
 constexpr int kThreads = kSpmmThreads;
 
 /// Sums part[u] over kLanes lanes; lane u gets the sum of entry u. Each of the first steps halves
-/// the entries of a lane, so that 8 sums over 8 lanes take 7 shuffles instead of 24.
+/// the number of entries per lane, so that 8 sums over 8 lanes take 7 shuffles instead of 24.
 template <int kLanes, class C, int U>
 __device__ __forceinline__ C sum_over_lanes(C (&part)[U], int lane) {
 #pragma unroll
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads, sampled_blocks<Flight>(sizeof(T)))
     const int splits = (1 << group_log2) / kLanes;
     const int split = static_cast<int>(thread / kLanes) & (splits - 1);
     const int64_t row = max(piece.row, 0) * p.left.row_stride;
-    // All lanes take part in the shuffles, so each continues until the last one is done.
+    // All lanes take part in the shuffles, so each lane continues until all of them are done.
     for (Index e = piece.begin + U * split; __any_sync(~0u, e < piece.end); e += U * splits) {
       int row_index[U];
       C part[U];
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kThreads, sampled_blocks<Flight>(sizeof(T)))
           Vec<T, V> factors[Flight::kSteps];
 #pragma unroll
           for (int s = 0; s < Flight::kSteps; ++s) {
-            // A step beyond the end adds products of zeros.
+            // Steps beyond the end add products of zeros.
             const int64_t place = column + s * kStep;
             const bool inside = s == 0 || place < p.width;
             load_rows<V>(right + place, row_stride, row_index, rows[s], inside);

@@ -1,9 +1,9 @@
 #pragma once
 
 // The CPU counterpart of cuda/include/torchkiln/device/elementwise.cuh: outputs =
-// functor(inputs...) for a range of the iteration space. The range is split at the ends of
-// innermost rows, and into runs that stay in the L1 cache while they are converted, computed and
-// converted back.
+// functor(inputs...) for a range of the iteration space. The range is split into runs, which end at
+// the latest at the end of an innermost row. A run stays in the L1 cache while it is converted,
+// computed and converted back.
 
 #include <algorithm>
 #include <utility>
@@ -14,7 +14,7 @@
 
 namespace torchkiln::cpu::TORCHKILN_ISA {
 
-// Elements per run.
+// Most elements per run.
 inline constexpr int64_t kRun = 512;
 
 /// A position in the iteration space of a layout, and its offset in each operand.
@@ -87,8 +87,8 @@ void apply(const Functor& functor, C* const (&out)[3], const T* const (&in)[Inpu
   }
 }
 
-/// Whether an operand has another type than C, or gaps along dimension 0. Otherwise a run may have
-/// any length; long runs are faster where the pages of the output are new.
+/// Whether runs need buffers: an operand has another type than C, or gaps along dimension 0.
+/// Without buffers a run may have any length; long runs are faster if the output is in new pages.
 template <class C, int Inputs, int Outputs>
 bool needs_buffers(const Elementwise<Inputs, Outputs>& arguments) {
   bool found = arguments.dtype != DtypeOf<C>::value;
@@ -99,8 +99,8 @@ bool needs_buffers(const Elementwise<Inputs, Outputs>& arguments) {
   return found;
 }
 
-/// Whether all inputs are bfloat16 without gaps along dimension 0: the loop over them then widens
-/// each element in a register. Results are rounded in a separate loop: in one loop with the
+/// Whether all inputs are bfloat16 without gaps along dimension 0. Then the loop over them widens
+/// each element in a register. Results are rounded in a separate loop: in the same loop as the
 /// computation, silu took a quarter longer.
 template <class Out, int Inputs, int Outputs>
 bool widens_in_registers(const Elementwise<Inputs, Outputs>& arguments) {
@@ -164,7 +164,8 @@ Status elementwise(const Functor& functor, const Elementwise<Inputs, Outputs>& a
   return {};
 }
 
-/// Computes outputs = Functor<Activation, ExactMath>(inputs...), for the activations of a list.
+/// Computes outputs = Functor<Activation, ExactMath>(inputs...) for one of the activations of a
+/// list.
 template <class Out, template <class, class> class Functor, int Inputs, int Outputs, class List>
 Status elementwise_activated(Activation activation, const Elementwise<Inputs, Outputs>& arguments,
                              int64_t begin, int64_t end, List list) {

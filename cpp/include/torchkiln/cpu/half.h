@@ -1,7 +1,7 @@
 #pragma once
 
-// Half-precision types on the host, for storage only. Conversions work on runs of elements, so that
-// they can be vectorised; all round to nearest even.
+// Half-precision types on the host, for storage only. Conversions process runs of elements, so that
+// they can be vectorised. All round to nearest even.
 
 #include <cstdint>
 #include <cstring>
@@ -63,9 +63,9 @@ inline float widen(Half value) {
 #ifdef __F16C__
   return _cvtsh_ss(value.bits);
 #else
-  // Shifts exponent and mantissa into place and corrects the exponent bias by a multiplication.
-  // Subnormal halves are converted as integers, because the processor may flush subnormal floats to
-  // zero. Infinity and NaN get the largest exponent.
+  // Shifts exponent and mantissa to their bits of a float, and corrects the exponent bias by a
+  // multiplication. Subnormal halves are converted as integers, because the processor may flush
+  // subnormal floats to zero. Infinity and NaN get the largest exponent.
   const uint32_t magnitude = (value.bits & 0x7fffu) << 13;
   const float subnormal = static_cast<float>(static_cast<int32_t>(value.bits & 0x3ffu)) * 0x1p-24f;
   const float result = magnitude < 0x00800000u ? subnormal : float_of(magnitude) * 0x1p112f;
@@ -82,9 +82,10 @@ inline Half narrow_half(float value) {
   const uint32_t magnitude = bits_of(value) & 0x7fffffffu;
   if (magnitude > 0x7f800000u)
     return {static_cast<uint16_t>(sign | 0x7e00u | (magnitude >> 13 & 0x3ffu))};
-  if (magnitude >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7c00u)};  // from 65520 on
+  if (magnitude >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7c00u)};  // infinity
   if (magnitude < 0x38800000u) {
-    // Below 2^-14: adding 1/2 leaves the mantissa of the subnormal result, rounded by the addition.
+    // Below 2^-14: after adding 1/2, the low bits are the mantissa of the subnormal result, rounded
+    // by the addition.
     const uint32_t rounded = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
     return {static_cast<uint16_t>(sign | rounded)};
   }
@@ -135,15 +136,15 @@ inline __m256i narrow_bfloat16(__m256 values) {
 inline void narrow_run(BFloat16* to, const float* from, int64_t count) {
   int64_t i = 0;
 #if defined(__AVX2__) && !defined(__AVX512BW__)
-  // The compiler's own code takes more than 1.5 times as long, but with AVX-512 less time than
-  // this.
+  // Intrinsics, because the compiler's own code takes more than 1.5 times as long. With AVX-512 the
+  // compiler's code is faster.
   for (; i + 16 <= count; i += 16) {
     const __m256 first = _mm256_loadu_ps(from + i), second = _mm256_loadu_ps(from + i + 8);
     if (_mm256_movemask_ps(_mm256_cmp_ps(first, second, _CMP_UNORD_Q)) != 0) {  // either is NaN
       for (int64_t k = i; k < i + 16; ++k) to[k] = narrow_bfloat16(from[k]);
       continue;
     }
-    // Packing works on halves of 128 bits, so the middle quarters are exchanged.
+    // Packing works within halves of 128 bits, so the middle quarters are exchanged afterwards.
     const __m256i packed = _mm256_packus_epi32(narrow_bfloat16(first), narrow_bfloat16(second));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), _mm256_permute4x64_epi64(packed, 0xd8));
   }
@@ -192,8 +193,8 @@ Status dispatch_floating(Dtype dtype, const Body& body) {
   return dispatch<float, double, Half, BFloat16>(dtype, body);
 }
 
-/// A run of an input in the compute type: the input itself if it has that type, else a copy in
-/// `buffer`.
+/// A run of an input in the compute type: the input's own memory if it has that type, else a copy
+/// in `buffer`.
 template <class C>
 const C* read_run(C* buffer, const void* from, int64_t offset, int64_t stride, int64_t count,
                   Dtype dtype) {
@@ -215,9 +216,9 @@ const C* read_run(C* buffer, const void* from, int64_t offset, int64_t stride, i
   return buffer;
 }
 
-/// Calls body(run) with a run of elements that widen() converts to the compute type: the elements
-/// themselves if a loop over them can be vectorised, else a copy in `buffer`. Calls body in one
-/// place per element type, because each call is inlined.
+/// Calls body(run) with elements that widen() converts to the compute type: the memory of the
+/// operand if a loop over it can be vectorised, else a copy in `buffer`. It calls body in one place
+/// per element type, because each call is inlined.
 template <class T, class Body>
 auto with_run(Compute<T>* buffer, const T* from, int64_t stride, int64_t count, const Body& body) {
   const Compute<T>* run = buffer;
@@ -249,7 +250,7 @@ auto with_runs(Compute<T>* first_buffer, const T* first, int64_t first_stride,
   }
 }
 
-/// Sets to[i * stride] = result(i), rounded; `buffer` holds results that are rounded together.
+/// Sets to[i * stride] to result(i), rounded. `buffer` holds results that are rounded together.
 template <class T, class Result>
 void store_run(T* to, int64_t stride, int64_t count, Compute<T>* buffer, const Result& result) {
   Compute<T>* results = buffer;

@@ -18,11 +18,11 @@ enum class Isa { baseline, avx2, avx512 };
 /// TORCHKILN_CPU_ISA=baseline|avx2 limits it.
 TORCHKILN_EXPORT Isa isa();
 
-/// isa() for a kernel that is about to run; reports it to torchkiln.explain().
+/// isa() for a kernel that is about to run. Also reports it to torchkiln.explain().
 TORCHKILN_EXPORT Isa isa_for(const char* kernel);
 
-/// For a kernel with a single variant: an error if isa() is below that variant, else the same
-/// report.
+/// For a kernel with a single variant: returns an error if isa() is below that variant, else
+/// reports the variant to torchkiln.explain().
 TORCHKILN_EXPORT Status single_variant(const char* kernel, Isa variant);
 
 #ifdef TORCHKILN_ALL_ISAS

@@ -22,15 +22,16 @@
 
 namespace torchkiln {
 
-/// A tensor, or a number wrapped as torch does it: it does not take part in dtype promotion.
-/// Tensors are borrowed: a second reference to a tensor that Python owns takes the GIL (0.1 us).
+/// A tensor, or a number wrapped as a tensor, as torch wraps it: such a number does not take part
+/// in dtype promotion. Tensors are borrowed, because a second reference to a tensor that Python
+/// owns takes the GIL (0.1 us).
 struct TensorOrNumber {
   c10::MaybeOwned<at::Tensor> tensor;
 };
 
 namespace bind_detail {
 
-/// An argument of a call; `op` and `name` are for error messages.
+/// An argument of a call. `op` and `name` are for error messages.
 struct Argument {
   const char* op;
   const char* name;
@@ -42,7 +43,7 @@ struct Argument {
                    Py_TYPE(argument.value)->tp_name, ", expected ", expected);
 }
 
-/// Passes on an error that an argument's own __index__ or __float__ raised.
+/// Throws the error that an argument's own __index__ or __float__ raised.
 inline void raise_python_error() {
   if (PyErr_Occurred() != nullptr) throw python_error();
 }
@@ -52,13 +53,14 @@ inline const at::Tensor& read_tensor(const Argument& argument) {
   return THPVariable_Unpack(argument.value);
 }
 
-/// Rejects tensors: conversion to a number would silently drop the gradient.
+/// Whether an argument is an integer. A tensor is not: its conversion to a number would silently
+/// drop the gradient.
 inline bool is_integer(PyObject* value) {
   return PyLong_CheckExact(value) ||
          (PyIndex_Check(value) && !PyBool_Check(value) && !THPVariable_Check(value));
 }
 
-/// Integers beyond 64 bits are clamped to 64 bits; the op's range check then rejects them.
+/// Reads an integer. Beyond 64 bits it is clamped to 64 bits; the op's range check then rejects it.
 inline int64_t read_integer(const Argument& argument, const char* expected = "an int") {
   if (!is_integer(argument.value)) refuse(argument, expected);
   const int64_t value = PyNumber_AsSsize_t(argument.value, nullptr);
@@ -77,13 +79,14 @@ inline double read_number(const Argument& argument, const char* expected = "a nu
   return value;
 }
 
-/// A number may be a NumPy scalar. NumPy's arrays have numeric methods, too, but are sequences.
+/// Reads a tensor or a number, which may be a NumPy scalar. NumPy's arrays have numeric methods,
+/// too, but are sequences and therefore rejected.
 inline TensorOrNumber read_tensor_or_number(const Argument& argument) {
   PyObject* const value = argument.value;
   const auto wrapped = [](auto number) -> TensorOrNumber {
     return {c10::MaybeOwned<at::Tensor>::owned(at::native::wrapped_scalar_tensor(number))};
   };
-  // Floats come before tensor subclasses, because the check for those is slow.
+  // Floats are tested before tensor subclasses, because the test for those is slow.
   if (!THPVariable_CheckExact(value) && PyFloat_Check(value))
     return wrapped(PyFloat_AS_DOUBLE(value));
   if (THPVariable_Check(value))
@@ -151,7 +154,8 @@ struct Sizes {
   operator c10::SymIntArrayRef() const { return values; }
 };
 
-/// Converts only to an optional list: an assignment would prefer a conversion to a plain list.
+/// Sizes that convert only to an optional list, because an assignment would prefer a conversion to
+/// a plain list.
 struct MaybeSizes {
   std::optional<Sizes> sizes;
   operator at::OptionalSymIntArrayRef() const {

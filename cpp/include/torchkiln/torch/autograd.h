@@ -33,7 +33,8 @@ namespace torchkiln {
 using torch::autograd::variable_list;
 using MaybeTensor = std::optional<at::Tensor>;
 
-/// Autograd stores an argument that was left out as an undefined tensor. These convert both ways.
+/// Converts an optional tensor to autograd's form, in which an argument that was left out is an
+/// undefined tensor, and back.
 inline at::Tensor tensor_or_undefined(const MaybeTensor& tensor) {
   return tensor.value_or(at::Tensor());
 }
@@ -41,26 +42,27 @@ inline MaybeTensor maybe(const at::Tensor& tensor) {
   return tensor.defined() ? MaybeTensor(tensor) : std::nullopt;
 }
 
-/// Whether a functorch transform (grad, jvp, vmap ...) is running, or an input carries a tangent of
-/// forward-mode differentiation. A recorded node supports neither, so the op runs its composite.
+/// Whether a functorch transform (grad, jvp, vmap ...) is running, or an input has a tangent of
+/// forward-mode differentiation. Recorded nodes support neither, so the op runs its composite.
 template <class... Tensors>
 bool is_transformed(const Tensors&... tensors) {
   return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode) ||
          ((tensors.defined() && tensors._fw_grad(/*level=*/0).defined()) || ...);
 }
 
-/// The arguments of a node's backward: the gradients of the outputs, and which inputs need one.
+/// The arguments of a node's backward: the gradients of the outputs, and the inputs whose gradients
+/// are wanted.
 class Incoming {
  public:
   Incoming(const variable_list& grads, const torch::autograd::Node& node, at::Tensor second = {})
       : grads_(grads), node_(node), second_(std::move(second)) {}
 
-  /// The gradient of an output; undefined if that output was not used.
+  /// The gradient of an output; undefined if the output was not used.
   const at::Tensor& operator[](size_t output) const { return grads_[output]; }
   const variable_list& all() const { return grads_; }
 
-  /// A second gradient of the first output, which the op has to add; undefined if there is none.
-  /// Only for ops that have called accept_second_gradient().
+  /// A second gradient of the first output, which the op must add to the first; undefined if there
+  /// is none. Only ops that have called accept_second_gradient() receive one.
   const at::Tensor& second() const { return second_; }
 
   /// Whether the gradient of an input is needed. Inputs are numbered as record() received them.
@@ -78,7 +80,7 @@ class Incoming {
     return false;
   }
 
-  /// The graph's edge to an input.
+  /// The edge of the graph to an input.
   const torch::autograd::Edge& edge(size_t input) const { return node_.next_edge(input); }
 
  private:
@@ -198,8 +200,8 @@ Outputs record(const char* name, std::initializer_list<at::Tensor> inputs, Outpu
   return outputs;
 }
 
-/// record() for an op that works in place; call it after the op has changed `x`. `before` is the
-/// graph edge that x had before the change.
+/// record() for an op that works in place. Call it after the op has changed `x`. `before`: the
+/// graph edge of x before the change.
 template <class Gradients>
 void record_in_place(const char* name, const at::Tensor& x, const torch::autograd::Edge& before,
                      const at::Tensor& kept, Gradients gradients) {
@@ -210,14 +212,15 @@ void record_in_place(const char* name, const at::Tensor& x, const torch::autogra
   node->save(0, torch::autograd::SavedVariable(kept, is_output, is_output && x.is_view()));
 }
 
-/// Gives `tensor`, a new tensor of an input's shape, the graph edge of that input: second
-/// derivatives of `tensor` flow to the input, which therefore need not be saved.
+/// Gives `tensor`, a new tensor of an input's shape, the graph edge of that input. Second
+/// derivatives of `tensor` then flow to the input, which therefore need not be saved.
 inline void stand_in_for(const Incoming& in, size_t input, const at::Tensor& tensor) {
   if (in.edge(input).is_valid()) torch::autograd::impl::set_gradient_edge(tensor, in.edge(input));
 }
 
-/// The gradients of the wanted inputs, by differentiating composite(inputs), which computes the op
-/// with torch's own ops. They can be differentiated again. composite() returns a tensor or a tuple.
+/// The gradients of the wanted inputs, computed by differentiating composite(inputs), which is the
+/// op with torch's own ops. They can be differentiated again. composite() returns a tensor or a
+/// tuple.
 template <size_t N, class Composite>
 variable_list composite_gradients(const Incoming& in, std::array<at::Tensor, N> inputs,
                                   const std::array<bool, N>& wanted, const Composite& composite) {
@@ -248,8 +251,8 @@ variable_list composite_gradients(const Incoming& in, std::array<at::Tensor, N> 
   return gradients;
 }
 
-/// Computes the gradients that backward wants, for `inputs` that are the first inputs of record()
-/// in the same order.
+/// Computes the gradients that backward wants. `inputs` must be the first inputs of record(), in
+/// the same order.
 template <size_t N, class Composite>
 variable_list composite_gradients(const Incoming& in, const std::array<at::Tensor, N>& inputs,
                                   const Composite& composite) {

@@ -46,7 +46,7 @@ PyObject* wrap(std::tuple<Tensors...>&& results) {
       results);
 }
 
-/// Whether objects of this class are plain values, without a __torch_function__ to call.
+/// Whether objects of this class are plain values without a __torch_function__.
 inline bool is_plain_type(PyTypeObject* type) {
   return THPVariable_CheckTypeExact(type) || type == Py_TYPE(Py_None) || type == &PyFloat_Type ||
          type == &PyBool_Type || type == &PyLong_Type || type == &PyUnicode_Type ||
@@ -59,12 +59,13 @@ inline bool is_overridden(PyObject* argument) {
   PyTypeObject* const type = Py_TYPE(argument);
   if (is_plain_type(type)) return false;
   static PyObject* const name = PyUnicode_InternFromString("__torch_function__");
-  // Creates no AttributeError. Borrowed and never read: without a GIL another thread may free it.
+  // Looks the attribute up without creating an AttributeError. The result is borrowed and must not
+  // be read: without a GIL another thread may free it.
   return _PyType_Lookup(type, name) != nullptr;
 }
 
-/// The argument as torch.ops accepts it: a number becomes a tensor or a list where the schema has
-/// one.
+/// Converts an argument to a form that torch.ops accepts: if the schema has a tensor or a list, a
+/// number becomes one.
 inline py::object as_schema(const Argument& argument, const c10::Type& type) {
   const auto value = py::reinterpret_borrow<py::object>(argument.value);
   if (is_overridden(argument.value)) return value;
@@ -99,10 +100,11 @@ inline PyObject* call_by_schema(const char* name, PyObject* const* given) {
   return ops.attr(name).attr("default")(*positional, **named).release().ptr();
 }
 
-/// Returns the name of the op to call, from the arguments in the order of the schema.
+/// Returns the name of the op to call; `given` has the arguments in the order of the schema.
 using NameOf = const char*(PyObject* const* given);
 
-/// Converts the results of the op to the value that the call returns. Steals the reference.
+/// Converts the results of the op to the value that the call returns. Takes over the reference to
+/// `results`.
 using Finish = PyObject*(PyObject* results, PyObject* const* given);
 
 template <class Function>
@@ -140,7 +142,7 @@ struct Entry {
   static PyObject* run(std::index_sequence<I...>, PyObject* const* given) {
     if (at::impl::torch_function_mode_enabled() || (is_overridden(given[I]) || ...))
       return call_by_schema(name_of == nullptr ? name : name_of(given), given);
-    // Braces guarantee evaluation in order, so the first bad argument is the one reported.
+    // Braces guarantee evaluation in order, so that the error names the first bad argument.
     const std::tuple<decltype(ReadAt<I>::from({}))...> values{
         ReadAt<I>::from({public_name, names[I].c_str(), given[I]})...};
     const auto unlocked = [&] {
@@ -167,8 +169,8 @@ class __attribute__((visibility("hidden"))) Binder {
   explicit Binder(py::module_& module) : module_(module) {}
 
   /// Binds a C++ function under the name of its op, whose schema names the arguments. Bind each
-  /// function once. `public_name`, for error messages, is the function that users call if it is not
-  /// named like the op. `name_of` chooses among several ops with one list of arguments; `finish`
+  /// function once. `public_name`: in error messages, the function that users call, if its name is
+  /// not that of the op. `name_of` selects one of several ops with the same arguments; `finish`
   /// changes the results.
   template <auto op>
   void bind(const char* name, const char* public_name = nullptr,

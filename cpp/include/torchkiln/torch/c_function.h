@@ -29,24 +29,25 @@
 
 #include "torchkiln/core/status.h"
 
-/// The C function of the op with this schema, as torch writes it. Throws an error if no such op is
-/// loaded or its schema differs.
+/// The C function of the op with this schema, in torch's notation. Throws an error if no such op is
+/// loaded or if its schema differs.
 extern "C" TORCHKILN_VISIBLE void* torchkiln_c_function_v1(const char* schema);
 
 namespace torchkiln {
 
-/// Makes torchkiln_c_function_v1() return a function for the op of that name, which has a
-/// namespace.
+/// Registers `function` for torchkiln_c_function_v1() as the function of an op, whose name includes
+/// its namespace.
 TORCHKILN_EXPORT void add_c_function(const char* op, void* function);
 
 TORCHKILN_EXPORT std::vector<std::string> ops_with_c_function();
 
 namespace detail {
 
-/// How C passes an argument of type T: Types are the parameters, read() makes a T of them.
+/// The form in which C passes an argument of type T: Types are its parameters in C, and read()
+/// makes a T of them.
 template <class T>
 struct InC {
-  using Types = void;  // no such parameters: the op gets no C function
+  using Types = void;  // C cannot pass a T: the op gets no C function
 };
 
 /// An argument that is passed by value.
@@ -93,7 +94,7 @@ struct InC<c10::SymIntArrayRef> {
   }
 };
 
-/// A list that may be left out.
+/// A list that may be left out: a pointer and a length in C.
 template <class T, class List>
 struct MaybeListInC {
   using Types = std::tuple<const int64_t* const*, int64_t>;
@@ -116,7 +117,7 @@ struct InC<at::OptionalSymIntArrayRef>
 template <class T>
 constexpr bool kIsInC = !std::is_void_v<typename InC<std::decay_t<T>>::Types>;
 
-/// The results of an op in C.
+/// The form in which C receives the results of an op.
 template <class R>
 struct OutC {
   static constexpr bool kKnown = false;
@@ -137,7 +138,7 @@ struct CFunction {
   using In = decltype(std::tuple_cat(std::declval<typename InC<std::decay_t<Args>>::Types>()...));
   using Out = typename OutC<R>::Types;
 
-  /// The index of the first parameter of argument `index`.
+  /// The index of the first C parameter of argument `index`.
   static constexpr size_t first_of(size_t index) {
     const size_t counts[] = {std::tuple_size_v<typename InC<std::decay_t<Args>>::Types>..., 0};
     size_t first = 0;

@@ -1,7 +1,7 @@
 #pragma once
 
-// Calls of ops from C++: through the dispatcher, or the kernel directly where nothing is in
-// between.
+// Calls of ops from C++: through the dispatcher, or the kernel directly if no mode, subclass or
+// transform is in between.
 
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -43,7 +43,7 @@ std::string full_name_of_op() {
 
 namespace detail {
 
-/// An argument, converted to its type in the schema.
+/// An argument, converted to its type in the op's schema.
 template <class V>
 decltype(auto) write(V&& value) {
   if constexpr (kIsConverted<V>) {
@@ -95,9 +95,9 @@ decltype(auto) call_flat(Values&&... values) {
   return handle.call(write(std::forward<Values>(values))...);
 }
 
-/// Calls body(tensor) for each tensor among the values and in options; an omitted tensor is
-/// undefined. Tensors are not copied: a second reference to a tensor that Python owns takes the GIL
-/// (0.1 us).
+/// Calls body(tensor) for each tensor among the values and in options; an omitted tensor is passed
+/// as undefined. Tensors are not copied, because a second reference to a tensor that Python owns
+/// takes the GIL (0.1 us).
 template <class Body, class... Values>
 void for_each_tensor(const Body& body, const Values&... values) {
   static const at::Tensor undefined;
@@ -116,8 +116,8 @@ void for_each_tensor(const Body& body, const Values&... values) {
   (visit(values), ...);
 }
 
-/// Whether a CPU or CUDA kernel is next after autograd and autocast: no tracing, no tensor
-/// subclass, no vmap, no mode. The kernel may then be called directly.
+/// Whether the next function after autograd and autocast is a CPU or CUDA kernel: no tracing, no
+/// tensor subclass, no vmap, no mode. The kernel may then be called directly.
 inline bool is_plain(c10::DispatchKeySet keys) {
   const c10::DispatchKeySet below =
       keys - c10::autograd_dispatch_keyset_with_ADInplaceOrView - c10::autocast_dispatch_keyset;
@@ -125,8 +125,8 @@ inline bool is_plain(c10::DispatchKeySet keys) {
   return next == c10::DispatchKey::CPU || next == c10::DispatchKey::CUDA;
 }
 
-/// The dispatch keys of a call with these values. No op has a kernel for BackendSelect, which all
-/// threads include.
+/// The dispatch keys of a call with these values, without BackendSelect, which all threads include
+/// but for which no op has a kernel.
 template <class... Values>
 c10::DispatchKeySet keys_of(const Values&... values) {
   const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
@@ -137,9 +137,9 @@ c10::DispatchKeySet keys_of(const Values&... values) {
 
 }  // namespace detail
 
-/// Calls an op through the dispatcher. The arguments are either those of Op::kernel, where options
-/// may be any struct with the fields of the parameter, or those of the schema, several of which may
-/// come as one option struct.
+/// Calls an op through the dispatcher. The arguments are those of Op::kernel, where options may be
+/// any struct with the parameter's fields; or they are those of the schema, several of which may be
+/// passed as one option struct.
 template <class Op, class... Args>
 decltype(auto) call(Args&&... args) {
   return std::apply(
@@ -149,7 +149,7 @@ decltype(auto) call(Args&&... args) {
       detail::SignatureOf<Op>::flat(std::forward<Args>(args)...));
 }
 
-/// Calls ops below autograd: the kernel directly if is_plain(), else through the dispatcher.
+/// Calls ops below autograd: the kernel directly if is_plain(), otherwise through the dispatcher.
 class Below {
  public:
   explicit Below(c10::DispatchKeySet keys) : plain_(detail::is_plain(keys)) {}

@@ -60,7 +60,7 @@ inline bool is_supported_dtype(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kDouble || is_half(dtype);
 }
 
-/// The dtype that an op computes in: float64 for float64, else float32.
+/// The dtype in which an op computes: float64 for float64, otherwise float32.
 inline at::ScalarType compute_dtype(at::ScalarType dtype) {
   return dtype == at::kDouble ? at::kDouble : at::kFloat;
 }
@@ -112,7 +112,7 @@ inline void check_same_dtype(const char* op, const char* name, const at::Tensor&
               dtype_name(other.scalar_type()), ", the dtype of ", other_name);
 }
 
-/// The dtype rule for weights and biases: the dtype of x, or float32 if x has half precision.
+/// Whether a weight or bias may have this dtype: that of x, or float32 if x has half precision.
 /// `name_of_x` names the argument whose dtype is `dtype`.
 inline bool is_parameter_dtype(at::ScalarType parameter, at::ScalarType dtype) {
   return parameter == dtype || (is_half(dtype) && parameter == at::kFloat);
@@ -140,12 +140,12 @@ inline void check_like(const char* op, const char* name, const at::Tensor& tenso
   check_same_shape(op, name, tensor, name_of_x, x);
 }
 
-/// Whether one dtype is half precision and the other float32, which some kernels read together.
+/// Whether one dtype is half precision and the other float32. Some kernels read both together.
 inline bool is_mixed(at::ScalarType a, at::ScalarType b) {
   return (is_half(a) && b == at::kFloat) || (a == at::kFloat && is_half(b));
 }
 
-/// As check_like(), but also allows is_mixed() dtypes.
+/// check_like(), except that is_mixed() dtypes are allowed, too.
 inline void check_like_or_mixed(const char* op, const char* name, const at::Tensor& tensor,
                                 const char* name_of_x, const at::Tensor& x) {
   check_tensor(op, name, tensor);
@@ -155,7 +155,8 @@ inline void check_like_or_mixed(const char* op, const char* name, const at::Tens
   check_same_shape(op, name, tensor, name_of_x, x);
 }
 
-/// Checks that a tensor has `least` to `most` dimensions; `what` lists them: "[rows, columns]".
+/// Checks that a tensor has `least` to `most` dimensions. `what` lists the dimensions, as "[rows,
+/// columns]".
 inline void check_rank(const char* op, const char* name, const at::Tensor& tensor, int64_t least,
                        int64_t most, const char* what) {
   TORCH_CHECK(least <= tensor.dim() && tensor.dim() <= most, TORCHKILN_PACKAGE ".", op, ": ", name,
@@ -201,7 +202,7 @@ inline void check_contiguous(const char* op, const char* name, const at::Tensor&
               ", expected a contiguous tensor; call .contiguous() first");
 }
 
-/// A tensor argument and its name for messages.
+/// A tensor argument and its name in error messages.
 struct Operand {
   const char* name;
   const at::Tensor& tensor;

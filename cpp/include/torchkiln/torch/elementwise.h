@@ -12,7 +12,7 @@
 
 namespace torchkiln {
 
-/// Fewest elements per CPU thread. With fewer, a thread starts more slowly than it computes.
+/// Fewest elements per CPU thread. With fewer, starting a thread takes longer than its work.
 inline constexpr int64_t kElementwiseGrain = 1 << 15;
 
 inline Dtype dtype_of(at::ScalarType dtype) {
@@ -29,8 +29,8 @@ inline Dtype dtype_of(at::ScalarType dtype) {
 }
 inline Dtype dtype_of(const at::Tensor& tensor) { return dtype_of(tensor.scalar_type()); }
 
-/// Describes outputs = f(inputs) for outputs of one shape and inputs that broadcast to it. Inputs
-/// whose strides do not fit into the struct are replaced by copies, which `inputs` then owns.
+/// Describes outputs = f(inputs), for outputs of one shape and inputs that broadcast to it. Inputs
+/// whose strides do not fit in the struct are copied; `inputs` then owns the copies.
 template <size_t Inputs, size_t Outputs>
 Elementwise<Inputs, Outputs> describe(const std::array<at::Tensor, Outputs>& outputs,
                                       std::array<at::Tensor, Inputs>& inputs) {

@@ -1,6 +1,6 @@
 #pragma once
 
-// Uninitialised outputs, also for Meta tensors and symbolic sizes.
+// Uninitialised outputs, which may be Meta tensors or have symbolic sizes.
 
 #include <ATen/ATen.h>
 
@@ -24,7 +24,7 @@ inline at::Tensor empty_in_layout_of(const at::Tensor& x) {
                                           : at::empty_symint(x.sym_sizes(), x.options());
 }
 
-/// Schemas cannot return "none": an output that is not needed is an empty tensor.
+/// An empty tensor instead of an output that is not needed: schemas cannot return "none".
 inline at::Tensor no_output(const at::Tensor& like) { return at::empty({0}, like.options()); }
 
 }  // namespace torchkiln

@@ -1,6 +1,7 @@
 #pragma once
 
-// The functions that define<Op>() registers, made from those of the op: Entry<Op, Op::kernel>.
+// The functions that define<Op>() registers, made from the functions of the op: Entry<Op,
+// Op::kernel>.
 
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
@@ -60,8 +61,8 @@ using TakesNumbersOf = std::enable_if_t<Op::kTakesNumbers>;
 template <class Op>
 using NameOf = decltype(Op::kName);
 
-/// The name of an op in errors: its kName, if users call a function of another name, else without
-/// the underscore of a helper.
+/// The name of an op in errors: its kName, if users call a function of another name. Otherwise its
+/// name without the leading underscore of a helper.
 template <class Op>
 const char* name_in_errors() {
   if constexpr (kHas<NameOf, Op>) {
@@ -72,7 +73,7 @@ const char* name_in_errors() {
   }
 }
 
-/// Converts arguments from the types of the schema.
+/// Converts arguments from their types in the schema to those of the op's functions.
 template <class Op>
 struct FromSchema {
   template <class T, class V>
@@ -85,7 +86,7 @@ struct FromSchema {
   }
 };
 
-/// A list of gradients from a tensor, a tuple or a list.
+/// A list of gradients, made from a tensor, a tuple or a list.
 inline variable_list as_list(at::Tensor gradient) { return {std::move(gradient)}; }
 inline variable_list as_list(variable_list gradients) { return gradients; }
 template <class... Tensors>
@@ -106,7 +107,7 @@ constexpr size_t count_tensors(std::tuple<Values...>*) {
   return (size_t{kIsTensor<Values>} + ... + 0);
 }
 
-/// Records an op that has a BackwardOp; saves all its tensors.
+/// Records an op that has a BackwardOp, with all its tensors saved.
 template <class Op, class... Args>
 auto record_all(const Below& below, const Args&... args) {
   constexpr size_t kTensors = count_tensors(static_cast<Flat<Args...>*>(nullptr));
@@ -114,7 +115,7 @@ auto record_all(const Below& below, const Args&... args) {
   Kept<kTensors> kept;
   size_t count = 0;
   for_each_tensor([&](const at::Tensor& tensor) { kept[count++] = tensor; }, args...);
-  // The arguments, with their tensors replaced by `tensors`.
+  // The arguments, with `tensors` in place of their tensors.
   const auto with = [](Values values, const Kept<kTensors>& tensors) {
     size_t next = 0;
     const auto put = [&](auto& value) {
@@ -155,14 +156,15 @@ template <class Op, auto function, class R, class... Args, class... Values>
 struct EntryOf<Op, function, R (*)(Args...), std::tuple<Values...>> {
   static constexpr bool kIsInPlace = std::is_reference_v<R>;
 
-  /// Calls body() with the arguments as the functions of the op take them.
+  /// Calls body() with the arguments in the types of the op's functions.
   template <class Body, class... Given>
   static decltype(auto) pass(const Body& body, Given&... given) {
     std::tuple<Given&...> values(given...);
     return Parameters<Args...>::apply(body, values, FromSchema<Op>{});
   }
 
-  /// Calls body() with the promoted arguments if they have two floating dtypes.
+  /// Calls body() with promoted arguments if they have two different floating dtypes; nullopt
+  /// otherwise.
   template <class Body>
   static std::optional<R> after_promotion(const Body& body, const Values&... values) {
     const auto promotion = promotion_of<Op>(values...);
@@ -183,7 +185,7 @@ struct EntryOf<Op, function, R (*)(Args...), std::tuple<Values...>> {
     return pass(run, values...);
   }
 
-  /// The function for the key Autograd.
+  /// The function for the dispatch key Autograd.
   static R autograd(c10::DispatchKeySet keys, Values... values) {
     if constexpr (kHas<PromotedByOf, Op>) {  // autograd records the casts
       const auto with = [](auto&&... all) -> R { return call_flat<Op>(all...); };
@@ -209,11 +211,11 @@ struct EntryOf<Op, function, R (*)(Args...), std::tuple<Values...>> {
       if constexpr (kHas<RewrittenOf, Op>)
         if (auto result = Op::rewritten(args...)) return *std::move(result);
       if (transformed) return Op::composite(args...);
-      // Modes and tensor subclasses receive a wrapped number as a Python number, which the schema
-      // does not accept; torch's own ops do.
+      // The schema does not accept Python numbers, which modes and tensor subclasses receive for
+      // wrapped numbers. torch's own ops do.
       if constexpr (kHas<TakesNumbersOf, Op>)
         if (has_number && !below.is_plain()) return Op::composite(args...);
-      // An undefined tensor is not recorded: the op's checks reject it.
+      // A call with an undefined tensor is not recorded, because the op's checks reject it.
       if (any_requires_grad && all_defined && at::GradMode::is_enabled()) {
         if constexpr (kHas<RecordedOf, Op>) {
           return Op::recorded(below, args...);
@@ -232,7 +234,8 @@ struct EntryOf<Op, function, R (*)(Args...), std::tuple<Values...>> {
     return pass(run, values...);
   }
 
-  /// The function for the key ADInplaceOrView: calls an in-place op and increments the version.
+  /// The function for the dispatch key ADInplaceOrView: calls an in-place op and increments the
+  /// version.
   static R in_place(c10::DispatchKeySet keys, Values... values) {
     R changed = pass([&](auto&&... args) -> R { return Below(keys).call<Op>(args...); }, values...);
     torch::autograd::increment_version(changed);
@@ -253,10 +256,11 @@ struct EntryOf<Op, function, R (*)(Args...), std::tuple<Values...>> {
     return reinterpret_cast<void*>(C::function);
   }
 
-  /// The function for the keys AutocastCPU and AutocastCUDA.
+  /// The function for the dispatch keys AutocastCPU and AutocastCUDA.
   template <at::DeviceType device>
   static R autocast(Values... values) {
-    // Excludes the autocast keys of every device, so that the dispatcher does not call this again.
+    // Excludes the autocast keys of every device, so that the dispatcher does not call this
+    // function again.
     const c10::impl::ExcludeDispatchKeyGuard outside(c10::autocast_dispatch_keyset);
     const Autocast cast(device);
     return pass([&](auto&&... args) -> R { return Op::autocast(cast, args...); }, values...);

@@ -26,7 +26,7 @@
 namespace torchkiln {
 namespace detail {
 
-/// T. The index is ignored, so that Repeat<T, I>... lists T once per index.
+/// The type T. The index is ignored: Repeat<T, I>... lists T once per index I.
 template <class T, size_t>
 using Repeat = T;
 
@@ -48,8 +48,8 @@ constexpr auto kBackwardSchema = [] {
   return schema;
 }();
 
-/// Checks that all tensors have the device, dtype and shape of the first one. Their names are in
-/// the schema.
+/// Checks that all tensors have the device, dtype and shape of the first one. Reads their names
+/// from the schema.
 template <class Op>
 void check_alike(std::initializer_list<std::reference_wrapper<const at::Tensor>> tensors) {
   static const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(
@@ -74,7 +74,7 @@ struct FormulaOp;
 
 template <class Op, class F, size_t... T, size_t... N>
 struct FormulaOp<Op, F, std::index_sequence<T...>, std::index_sequence<N...>> {
-  /// One result per tensor: its gradient.
+  /// The op for backward, which returns the gradient of each tensor.
   struct Backward {
     static constexpr const char* kSchema = detail::kBackwardSchema<Op, sizeof...(T)>.data();
     using Gradients = std::conditional_t<sizeof...(T) == 1, at::Tensor,

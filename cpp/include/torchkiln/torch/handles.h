@@ -19,10 +19,10 @@ class Handles {
  public:
   explicit Handles(const at::Tensor& where) : guard_(where.device()) {}
 
-  /// Has a workspace from torch's allocator, and uses TF32 if torch allows it.
+  /// A handle with a workspace from torch's allocator. It uses TF32 if torch allows that.
   cublasHandle_t cublas() const { return at::cuda::getCurrentCUDABlasHandle(); }
 
-  /// cuBLASLt handles have no stream: pass stream() to each call.
+  /// A handle without a stream: pass stream() to each call of cuBLASLt.
   cublasLtHandle_t cublas_lt() const { return at::cuda::getCurrentCUDABlasLtHandle(); }
 
   cusparseHandle_t cusparse() const { return at::cuda::getCurrentCUDASparseHandle(); }

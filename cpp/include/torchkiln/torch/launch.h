@@ -41,8 +41,8 @@ void launch(const char* op, const at::Tensor& where, int64_t count, int64_t grai
                    [&](int64_t begin, int64_t end) { check_status(op, on_cpu(begin, end)); });
 }
 
-/// launch() for kernels that need temporary memory: on_cuda(allocate, stream) gets it from torch's
-/// allocator by allocate(bytes).
+/// launch() for kernels that need temporary memory: on_cuda(allocate, stream) allocates it by
+/// allocate(bytes), from torch's allocator.
 template <class OnCuda, class OnCpu>
 void launch_allocating(const char* op, const at::Tensor& where, int64_t count, int64_t grain,
                        const OnCuda& on_cuda, const OnCpu& on_cpu) {
@@ -56,9 +56,9 @@ void launch_allocating(const char* op, const at::Tensor& where, int64_t count, i
 }
 
 /// launch_allocating() for kernels that sum over rows. On the CPU, split(problem) returns the
-/// number of tasks and the size of the workspace, which problem.workspace then points to;
-/// on_cpu(problem, begin, end) runs over the tasks, then finish(problem, begin, end) over the
-/// results in ranges of at least `grain`.
+/// number of tasks and the size of the workspace. problem.workspace is set to memory of that size.
+/// Then on_cpu(problem, begin, end) runs over the tasks, and finish(problem, begin, end) over the
+/// results, in ranges of at least `grain`.
 template <class Problem, class OnCuda, class OnCpu, class Finish>
 void launch_split(const char* op, const at::Tensor& where, Problem& problem, int64_t grain,
                   cpu::Split (*split)(const Problem&), const OnCuda& on_cuda, const OnCpu& on_cpu,

@@ -14,13 +14,13 @@
 namespace torchkiln {
 
 struct CrossEntropyOptions {
-  std::optional<at::Tensor> weight;  // [classes], of the logits' dtype, or float32 for half logits
+  std::optional<at::Tensor> weight;  // [classes]; dtype as logits, or float32 for half precision
   int64_t ignore_index = -100;
   std::string_view reduction = "mean";  // none, mean or sum
   double label_smoothing = 0.0;
   double z_loss = 0.0;                       // adds z_loss * log(sum of exp(logits))^2 per row
-  std::optional<at::ScalarType> loss_dtype;  // by default that of the logits
-  bool check_target = false;                 // checks the target's classes first; synchronises
+  std::optional<at::ScalarType> loss_dtype;  // default: dtype of the logits
+  bool check_target = false;                 // checks the target first; synchronises with the GPU
   bool inplace_backward = false;             // backward writes the gradient over the logits
   std::optional<double> softcap;             // replaces logits by softcap * tanh(logits / softcap)
 
@@ -37,14 +37,14 @@ TORCHKILN_EXPORT at::Tensor cross_entropy(const at::Tensor& logits, const at::Te
                                           const CrossEntropyOptions& options = {});
 
 struct LinearCrossEntropyOptions {
-  std::optional<at::Tensor> linear_bias;  // [classes], of x's dtype, or float32 for half x
-  std::optional<at::Tensor> weight;  // [classes], a factor for each; a dtype as for linear_bias
+  std::optional<at::Tensor> linear_bias;  // [classes]; dtype as x, or float32
+  std::optional<at::Tensor> weight;       // [classes], a factor for each; dtype as linear_bias
   int64_t ignore_index = -100;
   std::string_view reduction = "mean";  // none, mean or sum
   double label_smoothing = 0.0;
   double z_loss = 0.0;                       // adds z_loss * log(sum of exp(logits))^2 per row
-  std::optional<at::ScalarType> loss_dtype;  // by default that of x
-  bool check_target = false;                 // checks the target's classes first; synchronises
+  std::optional<at::ScalarType> loss_dtype;  // default: dtype of x
+  bool check_target = false;                 // checks the target first; synchronises with the GPU
   std::optional<double> softcap;             // replaces logits by softcap * tanh(logits / softcap)
   double temperature = 1.0;                  // divides the logits, after the softcap
 
@@ -65,7 +65,7 @@ TORCHKILN_EXPORT at::Tensor linear_cross_entropy(const at::Tensor& x,
 struct LogprobOptions {
   double temperature = 1.0;  // divides the logits
   int64_t ignore_index = -100;
-  bool entropy = false;  // else the second result is empty
+  bool entropy = false;  // if false, the second result is empty
 
   TORCHKILN_FIELDS(self.temperature, self.ignore_index, self.entropy);
 };
@@ -81,19 +81,19 @@ TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor> logprob(const at::Tensor& lo
 struct LinearLogprobOptions {
   double temperature = 1.0;        // divides the logits, after the softcap
   std::optional<double> softcap;   // replaces logits by softcap * tanh(logits / softcap)
-  std::optional<at::Tensor> rows;  // indices of the rows that count, int64, or a mask, bool
+  std::optional<at::Tensor> rows;  // rows to compute: int64 indices or a bool mask
   int64_t ignore_index = -100;
-  bool entropy = false;                 // else the second result is empty
-  std::optional<at::ScalarType> dtype;  // of the logits of a chunk, by default that of the results
+  bool entropy = false;                 // if false, the second result is empty
+  std::optional<at::ScalarType> dtype;  // dtype of the logits; default: that of the results
 
   TORCHKILN_FIELDS(self.temperature, self.softcap, self.rows, self.ignore_index, self.entropy,
                    self.dtype);
 };
 
-/// logprob() of the logits linear(x, weight, bias) for x [..., features], weight
-/// [classes, features] and int64 classes [...]. Logits are computed for some thousand rows at a
-/// time, in forward and again in backward. Rows that do not count have the result 0 and no
-/// gradient, and cost no product.
+/// logprob() of the logits linear(x, weight, bias) for x [..., features], weight [classes,
+/// features] and int64 classes [...]. Logits are computed for some thousand rows at a time, in
+/// forward and again in backward. Rows that options.rows leaves out are not computed: their results
+/// are 0, and they have no gradient.
 TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor> linear_logprob(
     const at::Tensor& x, const at::Tensor& weight, const at::Tensor& target,
     const std::optional<at::Tensor>& bias = std::nullopt, const LinearLogprobOptions& options = {});
@@ -102,7 +102,7 @@ struct LinearKlOptions {
   double temperature = 1.0;                // divides the logits of both layers
   std::string_view direction = "forward";  // forward, reverse or js
   double beta = 0.5;               // share of the teacher in the mixture of js, between 0 and 1
-  std::optional<at::Tensor> rows;  // indices of the rows that count, int64, or a mask, bool
+  std::optional<at::Tensor> rows;  // rows to compute: int64 indices or a bool mask
 
   TORCHKILN_FIELDS(self.temperature, self.direction, self.beta, self.rows);
 };

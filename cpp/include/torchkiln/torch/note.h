@@ -1,6 +1,7 @@
 #pragma once
 
-// Notes for torchkiln.explain(): why an op copies, casts or picks a kernel, one line each.
+// Notes for torchkiln.explain(), one line each: why an op copies or casts, or why it selects a
+// kernel.
 
 #include <c10/util/StringUtil.h>
 
@@ -10,8 +11,8 @@
 
 namespace torchkiln::trace {
 
-/// Records a note, made of anything that can be streamed. The text is built only while a listener
-/// is registered.
+/// Records a note. The parts may be of any type that can be streamed. The text is built only while
+/// a listener is registered.
 ///
 ///     trace::note("copied: x is not contiguous, strides ", x.strides());
 template <class... Parts>

@@ -98,7 +98,7 @@ TORCHKILN_EXPORT at::Tensor mean(const at::Tensor& x, at::OptionalIntArrayRef di
 TORCHKILN_EXPORT at::Tensor matmul(const at::Tensor& a, const at::Tensor& b);
 
 struct LinearOptions {
-  std::string_view act = "none";  // or as for activation()
+  std::string_view act = "none";  // or a name as in activation()
   double scale = 1.0;
   std::optional<at::Tensor> residual = std::nullopt;  // [..., n], of x's dtype
 
@@ -145,7 +145,7 @@ TORCHKILN_EXPORT at::Tensor gated_mlp(const at::Tensor& x, const at::Tensor& gat
 
 struct LayerNormOptions {
   double eps = 1e-5;
-  double offset = 0.0;              // is added to the weight
+  double offset = 0.0;              // added to the weight
   std::string_view round = "once";  // "input" also rounds the quotient to x's dtype
 
   TORCHKILN_FIELDS(self.eps, self.offset, self.round);
@@ -161,8 +161,8 @@ TORCHKILN_EXPORT at::Tensor layer_norm(const at::Tensor& x, c10::SymIntArrayRef 
                                        const LayerNormOptions& options = {});
 
 struct RmsNormOptions {
-  std::optional<double> eps;  // by default the machine epsilon of float32, or float64 for float64
-  double offset = 0.0;        // the last two as in LayerNormOptions
+  std::optional<double> eps;  // default: the machine epsilon of float32, or float64 for float64
+  double offset = 0.0;        // offset and round as in LayerNormOptions
   std::string_view round = "once";
 
   TORCHKILN_FIELDS(self.eps, self.offset, self.round);
@@ -187,9 +187,9 @@ TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor> add_rms_norm(
 
 struct GatedNormOptions {
   std::optional<double> eps;  // as in RmsNormOptions
-  bool gate_first = false;    // whether x * silu(gate) is normalized, else x
+  bool gate_first = false;    // normalizes x * silu(gate) instead of x
   int64_t groups = 1;         // equal parts of the last dimension that are normalized separately
-  double offset = 0.0;        // is added to the weight
+  double offset = 0.0;        // added to the weight
 
   TORCHKILN_FIELDS(self.eps, self.gate_first, self.groups, self.offset);
 };
@@ -204,8 +204,8 @@ TORCHKILN_EXPORT at::Tensor gated_rms_norm(const at::Tensor& x, const at::Tensor
 struct SoftmaxOptions {
   double scale = 1.0;
   std::optional<at::Tensor> mask;       // broadcasts to x
-  bool causal = false;                  // masks columns (last dimension) greater than the row
-  std::optional<at::ScalarType> dtype;  // x is cast to it first
+  bool causal = false;                  // masks column c (last dimension) of row r if c > r
+  std::optional<at::ScalarType> dtype;  // casts x first
 
   TORCHKILN_FIELDS(self.scale, self.mask, self.causal, self.dtype);
 };
@@ -250,8 +250,8 @@ TORCHKILN_EXPORT at::Tensor group_norm(const at::Tensor& x, int64_t num_groups,
 
 struct RopeOptions {
   bool interleaved = false;             // pairs are (2i, 2i + 1), else (i, i + rotated / 2)
-  std::optional<at::Tensor> positions;  // of tokens, int64 or int32: rows of cos and sin
-  std::optional<int64_t> rotary_dim;    // elements of a head that are rotated; by default all
+  std::optional<at::Tensor> positions;  // the row of each token in cos and sin; int64 or int32
+  std::optional<int64_t> rotary_dim;    // elements of a head that are rotated; default: all
   int64_t heads_dim = -3;               // or -2 for [..., tokens, heads, head_dim]
   bool inverse = false;                 // rotates by the negative angles
 
@@ -273,7 +273,7 @@ struct QkvNormRopeOptions {
   double eps = 1e-6;
   std::string_view norm = "head";  // of each head; "all": of all heads together; or "none"
   double offset = 0.0;             // added to the weights
-  bool interleaved = false;        // the last three as in RopeOptions
+  bool interleaved = false;        // interleaved and below: as in RopeOptions
   std::optional<at::Tensor> positions;
   std::optional<int64_t> rotary_dim;
 
@@ -294,7 +294,7 @@ TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor, at::Tensor> qkv_norm_rope(
 struct SpmmOptions {
   at::OptionalSymIntArrayRef shape = std::nullopt;  // [rows, columns], checked against the tensors
   std::optional<at::Tensor> transpose;              // csr_transpose() of the pattern, for backward
-  bool check = false;                               // checks the indices; synchronises
+  bool check = false;                               // checks the indices; synchronises with the GPU
 
   TORCHKILN_FIELDS(self.shape, self.transpose, self.check);
 };

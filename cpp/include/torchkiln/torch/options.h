@@ -48,9 +48,9 @@ struct InSchema {
   using Type = void;  // the type itself
 };
 
-/// A field for a Tensor or a std::optional<Tensor> that is not copied: a second reference to a
-/// tensor that Python owns takes the GIL (0.1 us). It is used like these types, and valid during
-/// the call.
+/// A field for a Tensor or a std::optional<Tensor> that is not copied, because a second reference
+/// to a tensor that Python owns takes the GIL (0.1 us). It is used like these types, and valid
+/// during the call.
 template <class T>
 class Borrowed {
  public:
@@ -70,7 +70,7 @@ class Borrowed {
   }
   const at::Tensor* operator->() const { return &**this; }
 
-  /// Whether an optional tensor was given or, for a Tensor, whether the field is an argument of the
+  /// Whether an optional tensor was given. For a Tensor: whether the field is an argument of the
   /// op.
   bool has_value() const {
     if constexpr (kIsOptional) {
@@ -143,7 +143,7 @@ using Flat = decltype(std::tuple_cat(std::declval<typename FlatOf<Args>::Type>()
 template <class T>
 using CompleteOf = decltype(std::declval<T&>().complete());
 
-/// The index of the first flat value of a parameter.
+/// The index of a parameter's first flat value.
 template <class... Args>
 constexpr size_t first_of(size_t parameter) {
   const size_t widths[] = {std::tuple_size_v<typename FlatOf<Args>::Type>..., 0};
@@ -193,7 +193,7 @@ struct Parameters {
   }
 };
 
-/// Passes values on without a conversion.
+/// A conversion for apply() that passes values on unchanged.
 struct AsGiven {
   template <class T, class V>
   V& to(V& value) const {

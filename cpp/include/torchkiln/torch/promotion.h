@@ -1,6 +1,6 @@
 #pragma once
 
-// Arguments of two floating dtypes, and the casts that bring them together (kPromotedBy, op.h).
+// Arguments of two floating dtypes, and the casts that give them one dtype (kPromotedBy, op.h).
 
 #include <ATen/ATen.h>
 
@@ -20,7 +20,7 @@ using PromotedByOf = decltype(Op::kPromotedBy);
 template <class Op>
 using ReadsMixedOf = decltype(Op::kReadsMixed);
 
-/// Whether the kernels read argument `index` of the op without a cast if one argument has half
+/// Whether the kernels read argument `index` of the op without a cast, if one argument has half
 /// precision and another one float32.
 template <class Op>
 constexpr bool is_read_mixed(size_t index) {
@@ -31,7 +31,7 @@ constexpr bool is_read_mixed(size_t index) {
   return false;
 }
 
-/// How arguments of two floating dtypes are brought together.
+/// The casts that give arguments of two floating dtypes one dtype.
 struct Promotion {
   at::ScalarType dtype = at::ScalarType::Undefined;
   bool reads_mixed = false;  // the arguments of kReadsMixed keep their dtypes
@@ -43,8 +43,8 @@ struct Promotion {
   }
 };
 
-/// The promotion that a call needs, or null if no argument has to be cast. Dtypes that the op's
-/// checks reject are left alone.
+/// The promotion that a call needs; nullopt if no argument has to be cast. Arguments of a dtype
+/// that the op's checks reject are not cast.
 template <class Op, class... Args>
 std::optional<Promotion> promotion_of(const Args&... args) {
   std::array<at::ScalarType, sizeof...(Args)> dtypes;
@@ -67,7 +67,7 @@ std::optional<Promotion> promotion_of(const Args&... args) {
   return std::nullopt;
 }
 
-/// Argument `index` of an op, cast if `promotion` casts it.
+/// Argument `index` of an op, after the cast if `promotion` has one.
 template <class Op, class T>
 T promoted(size_t index, const T& value, const Promotion& promotion) {
   const auto cast = [&](const at::Tensor& tensor) {

@@ -24,11 +24,11 @@
 
 namespace torchkiln {
 
-/// Gradients on their way from one node to another: at most one for each run of backward. Runs may
-/// be nested and threads may share a graph.
+/// Second gradients on the way from one node to another: at most one for each run of backward. Runs
+/// may be nested, and threads may share a graph.
 class SecondGradient {
  public:
-  /// Returns false, and keeps nothing, if this run has a pending gradient.
+  /// Returns false, and does not store the gradient, if this run already has one.
   bool put(const at::Tensor& grad, int run) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (find(run) != pending_.end()) return false;
@@ -36,7 +36,7 @@ class SecondGradient {
     return true;
   }
 
-  /// The gradient of this run; undefined if there is none.
+  /// Returns and removes the gradient of this run; undefined if there is none.
   at::Tensor take(int run) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = find(run);
@@ -63,17 +63,18 @@ class OpNodeBase : public torch::autograd::Node {
  public:
   using Node::Node;
 
-  /// Null unless the op adds a second gradient of its first output itself.
+  /// Null, unless the op itself adds a second gradient of its first output.
   std::unique_ptr<SecondGradient> second;
 };
 
-/// Lets the node of an output, if it has one, take a second gradient: see Incoming::second().
+/// Lets the node of an output, if it has one, accept a second gradient: see Incoming::second().
 inline void accept_second_gradient(const at::Tensor& output) {
   if (auto* const node = dynamic_cast<OpNodeBase*>(output.grad_fn().get()))
     node->second = std::make_unique<SecondGradient>();
 }
 
-/// x for each of two uses: aliases of it if its node takes a second gradient, else x itself.
+/// Two tensors for two uses of x: aliases of x if its node accepts a second gradient, else x
+/// itself.
 TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor> two_uses(const at::Tensor& x);
 
 }  // namespace torchkiln

@@ -15,14 +15,16 @@ namespace torchkiln {
 
 /// The functions of libtorchkiln_cuda.
 struct TorchCuda {
-  /// Makes the device current and calls body(current stream of the device).
+  /// Makes the device current, and calls body() with the current stream of the device.
   void (*on_stream)(c10::Device device, c10::function_ref<void(CUstream_st*)> body);
 
-  /// The state of torch's generator for the device; advances the generator by 4 words per thread.
+  /// Returns the state of torch's generator of the device, and advances the generator by 4 words
+  /// per thread.
   RandomState (*next_random)(c10::Device device);
 };
 
-/// Loads libtorchkiln_cuda at the first call. Torch's CUDA library must be loaded.
+/// The functions of libtorchkiln_cuda, which is loaded at the first call. Torch's CUDA library must
+/// already be loaded.
 TORCHKILN_EXPORT const TorchCuda& torch_cuda();
 
 /// Called by libtorchkiln_cuda when it is loaded.

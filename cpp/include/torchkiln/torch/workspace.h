@@ -10,9 +10,9 @@
 
 namespace torchkiln {
 
-/// `bytes` of memory on `device`, which is current while they are allocated. On a GPU they come
-/// from torch's caching allocator for the current stream: kernels queued on that stream before the
-/// memory is freed may still use it, and torch.cuda.memory_allocated() counts it.
+/// `bytes` bytes of memory on `device`, which is current during the allocation. On a GPU the memory
+/// comes from torch's caching allocator for the current stream: kernels queued on that stream
+/// before the memory is freed may still use it, and torch.cuda.memory_allocated() counts it.
 ///
 ///     const Workspace workspace(x.device(), bytes);
 ///     status = my_kernel(..., workspace.data(), stream);
@@ -23,8 +23,8 @@ class Workspace {
     if (bytes == 0) return;
     const c10::OptionalDeviceGuard guard(device);
     memory_ = c10::GetAllocator(device.type())->allocate(bytes);
-    // Fills the memory as torch fills new tensors under torch.use_deterministic_algorithms(), so
-    // that tests detect a kernel that reads memory before it is written.
+    // Fills the memory with NaN under torch.use_deterministic_algorithms(), as torch fills new
+    // tensors, so that tests detect a kernel that reads memory before it is written.
     const at::Context& context = at::globalContext();
     if (context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory()) {
       constexpr int kNan = 0xff;  // in each byte
@@ -33,7 +33,7 @@ class Workspace {
     }
   }
 
-  /// Aligned to at least 16 bytes (512 on a GPU); null for 0 bytes.
+  /// The address of the memory, aligned to at least 16 bytes (512 on a GPU); null for 0 bytes.
   void* data() const { return memory_.get(); }
   size_t bytes() const { return bytes_; }
 

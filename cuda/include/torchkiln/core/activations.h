@@ -11,10 +11,10 @@
 
 namespace torchkiln {
 
-/// The tensor that an activation's derivative is computed from.
+/// The tensor from which an activation's derivative is computed.
 enum class Saved {
   nothing,  // the derivative is constant
-  sign,     // only whether the output is positive: the output itself or one bit of it
+  sign,     // the sign of the output: the output itself, or one bit per element
   input,
   output
 };
@@ -107,7 +107,7 @@ struct GeluTanh {
   template <class Math, class C>
   TORCHKILN_FUNCTION static C gradient(C grad, C z) {
     const C size = z < C(0) ? -z : z;
-    // Bounded where the derivative is 0 or 1, because z^2 overflows.
+    // The argument is bounded, because z^2 overflows. Beyond the bound the derivative is 0 or 1.
     const C square = size < C(64) ? z * z : C(4096);
     return grad * sigmoid_gate_slope<Math>(z, size * (kLinear<C> + kCubic<C> * square),
                                            kLinear<C> + C(3) * kCubic<C> * square);
@@ -189,15 +189,15 @@ struct TypeList {};
 using Activations =
     TypeList<None, Square, Relu, Relu2, Gelu, GeluTanh, QuickGelu, Silu, Sigmoid, Tanh>;
 
-/// Activations that gate: swiglu and geglu are made from these.
+/// Activations that can gate: swiglu and geglu use these.
 using Gates = TypeList<Silu, Gelu, GeluTanh>;
 
-/// An activation as a value: the index of its functor in the list Activations.
+/// An activation as a value: the index of its functor in Activations.
 enum class Activation : int32_t {};
 
 namespace detail {
-/// The index of a functor in a list. A class, because g++ 14 refuses a constexpr function template
-/// in the initializer of kActivation.
+/// The index of a functor in a list. It is a class, because g++ 14 rejects a constexpr function
+/// template in the initializer of kActivation.
 template <class Functor, class List>
 struct IndexOf;
 template <class Functor, class... Others>
@@ -230,7 +230,7 @@ void for_each_activation(const Body& body, TypeList<Functors...>) {
   (body(TypeTag<Functors>{}), ...);
 }
 
-/// The gradient computed from the input, also for activations that save their output.
+/// The gradient, computed from the input even for activations that save their output.
 template <class Functor, class Math, class C>
 TORCHKILN_FUNCTION C gradient_from_input(C grad, C z) {
   if constexpr (Functor::kSaved == Saved::output || Functor::kSaved == Saved::sign) {
@@ -240,7 +240,7 @@ TORCHKILN_FUNCTION C gradient_from_input(C grad, C z) {
   }
 }
 
-/// The tensor that the derivative of `activation` is computed from.
+/// The tensor from which the derivative of `activation` is computed.
 inline Saved saved_by(Activation activation) {
   Saved saved = Saved::nothing;
   with_activation(

@@ -1,7 +1,7 @@
 #pragma once
 
-// One class's part of the divergence of two distributions, from the logarithms of both
-// probabilities: p of a student, q of a teacher.
+// The terms of one class in the divergence of two distributions. They are computed from the
+// logarithms of both probabilities: p of a student, q of a teacher.
 
 #include <type_traits>
 
@@ -14,7 +14,7 @@ namespace torchkiln {
 ///   js       sum of beta * q * log(q / m) + (1 - beta) * p * log(p / m), m = beta q + (1 - beta) p
 enum class DivergenceKind { forward, reverse, js };
 
-/// Calls body with the kind as a constant.
+/// Calls body with `kind` as a compile-time constant.
 template <class Body>
 auto with_kind(DivergenceKind kind, const Body& body) {
   using Kind = DivergenceKind;
@@ -29,23 +29,23 @@ auto with_kind(DivergenceKind kind, const Body& body) {
 }
 
 /// own * log(own / m) with m = own + share * (other - own). The rounding error of other - own
-/// cancels in the sum of both distributions' terms, as the first derivatives do.
+/// cancels in the sum of both distributions' terms, because their first derivatives do.
 template <class Math, class C>
 TORCHKILN_FUNCTION C term_of_mixture(C own, C other, C share) {
-  constexpr C kLeast = C(1e-30);  // the term of a smaller one is 0; its quotient might overflow
+  constexpr C kLeast = C(1e-30);  // below it the term is 0; its quotient might overflow
   const C term = -own * Math::log1p(share * ((other - own) / own));
   return own < kLeast ? C(0) : term;
 }
 
-/// factor * (log_factor - log_other) for factor = exp(log_factor); 0 for a factor of 0, of which
-/// the other logarithm may be infinite, too.
+/// factor * (log_factor - log_other) for factor = exp(log_factor). 0 if the factor is 0, even if
+/// the other logarithm is infinite, too.
 template <class C>
 TORCHKILN_FUNCTION C term_of_logarithms(C factor, C log_factor, C log_other) {
   return factor == C(0) ? C(0) : factor * (log_factor - log_other);
 }
 
-/// Adds the terms of a class; Math has exp() and log1p(). The divergence is the sum of both sums:
-/// that of terms with the factor p, and that of terms with the factor q.
+/// Adds the terms of a class to two sums, one of terms with the factor p and one of terms with the
+/// factor q. The divergence is the sum of both. Math has exp() and log1p().
 template <class Math, class C>
 TORCHKILN_FUNCTION void add_divergence(DivergenceKind kind, C beta, C log_p, C log_q, C& of_p,
                                        C& of_q) {
@@ -60,8 +60,8 @@ TORCHKILN_FUNCTION void add_divergence(DivergenceKind kind, C beta, C log_p, C l
   }
 }
 
-/// The derivative with respect to the student's logit, if log_p is the logit minus the
-/// log-sum-exp. `of_p`: the row's sum.
+/// The derivative with respect to the student's logit, where log_p is the logit minus the
+/// log-sum-exp. `of_p`: the sum over the row of the terms with the factor p.
 template <class Math, class C>
 TORCHKILN_FUNCTION C divergence_slope(DivergenceKind kind, C beta, C log_p, C log_q, C of_p) {
   const C p = Math::exp(log_p);

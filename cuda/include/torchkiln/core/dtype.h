@@ -44,7 +44,7 @@ struct TypeTag {
   using type = T;
 };
 
-/// Calls body(TypeTag<T>{}) for the one of Types whose Dtype is `dtype`.
+/// Calls body(TypeTag<T>{}) for the type T among Types whose Dtype is `dtype`.
 template <class... Types, class Body>
 Status dispatch(Dtype dtype, Body&& body) {
   Status status{"dtype not supported by this kernel"};

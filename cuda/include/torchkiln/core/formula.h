@@ -35,7 +35,7 @@ struct Formula {
 template <class F>
 using NumbersOf = std::array<double, F::kNumbers>;
 
-/// Base of the functors of a formula: the numbers in the compute type.
+/// Base of the functors of a formula: holds the numbers in the compute type.
 template <class F, class C>
 struct FormulaNumbers {
   C numbers[F::kNumbers > 0 ? F::kNumbers : 1];

@@ -1,6 +1,6 @@
 #pragma once
 
-// The scale of a block of E4M3 elements, for kernels of the CPU and the GPU.
+// The scale of a block of E4M3 elements, for CPU and GPU kernels.
 
 #include <cstdint>
 
@@ -12,13 +12,13 @@
 
 namespace torchkiln {
 
-/// The byte that stands for NaN.
+/// The byte that represents NaN.
 inline constexpr uint8_t kFp8Nan = 0x7f;
 
-/// The exponent, with the bias of float32, of the smallest power of two that brings values of at
-/// most this magnitude to at most 448 = 1.75 * 2^8. `bits` are those of a finite float32 that is
-/// not negative. At least 1, so that scale and reciprocal are normal numbers; 127, a scale of 1,
-/// for a magnitude of 0.
+/// The biased float32 exponent of the smallest power of two that brings values of at most this
+/// magnitude to at most 448 = 1.75 * 2^8. `bits`: the bits of the magnitude, a finite float32. The
+/// exponent is at least 1, so that scale and reciprocal are normal numbers; for a magnitude of 0 it
+/// is 127, a scale of 1.
 TORCHKILN_FP8_INLINE uint32_t fp8_scale_exponent(uint32_t bits) {
   constexpr uint32_t kAboveMost = 0x1fffff;  // carries into the exponent if the mantissa is > 1.75
   const uint32_t exponent = (bits + kAboveMost) >> 23;

@@ -6,13 +6,13 @@
 
 namespace torchkiln {
 
-/// The largest number of dimensions after merging. Operands with more than eight dimensions that
-/// cannot be merged do not occur in practice; the tensor layer copies them.
+/// Most dimensions after merging. In practice, operands with more than eight dimensions that cannot
+/// be merged do not occur; the tensor layer copies them.
 inline constexpr int kMaxRank = 8;
 
 /// The iteration space of an elementwise op, ordered by the memory layout of its first output:
-/// dimension 0 is the innermost one, and if that output is dense, element i of the space is out[i].
-/// Strides count elements; an input stride of 0 repeats an element (broadcasting).
+/// dimension 0 is the innermost one. If the first output is dense, element i of the space is
+/// out[i]. Strides count elements; an input stride of 0 repeats an element (broadcasting).
 template <int Inputs, int Outputs = 1>
 struct Layout {
   int rank = 0;
@@ -21,7 +21,8 @@ struct Layout {
   int64_t stride[Inputs][kMaxRank] = {};
   int64_t out_stride[Outputs][kMaxRank] = {};
 
-  /// Whether element i of the space is element i of input k, so that no index has to be computed.
+  /// Whether element i of the space is element i of input k, so that no index computation is
+  /// needed.
   bool linear(int k) const { return is_linear(stride[k]); }
   /// Whether element i of the space is element i of output k.
   bool out_linear(int k) const { return is_linear(out_stride[k]); }
@@ -45,8 +46,8 @@ struct Dimension {
   int64_t stride[Inputs];
 };
 
-/// Sorts the dimensions by the strides of the first output, drops dimensions of size 1 and merges
-/// neighbours that are contiguous to each other in every operand. Returns false if more than
+/// Sorts the dimensions by the strides of the first output, drops dimensions of size 1, and merges
+/// two adjacent dimensions if every operand is contiguous across them. Returns false if more than
 /// kMaxRank dimensions are left.
 template <int Inputs, int Outputs>
 bool make_layout(Dimension<Inputs, Outputs>* dims, int rank, Layout<Inputs, Outputs>& layout) {

@@ -9,16 +9,16 @@
 
 namespace torchkiln {
 
-/// The source of a kernel's random numbers: two values, or device memory that is read when the
-/// kernel runs. A CUDA graph needs the latter, because each replay advances the generator.
+/// The source of a kernel's random numbers: either two values, or device memory that is read when
+/// the kernel runs. CUDA graphs need the latter, because each replay advances the generator.
 struct RandomState {
   uint64_t seed = 0;
-  uint64_t offset = 0;                   // added to *offset_from, if that is set
+  uint64_t offset = 0;                   // added to *offset_from, if offset_from is set
   const int64_t* seed_from = nullptr;    // read instead of `seed`
   const int64_t* offset_from = nullptr;  // read if seed_from is set
   int64_t* record = nullptr;             // the kernel writes {seed, offset} here for backward
 
-  /// A copy in which seed and offset are values, read from memory if necessary.
+  /// A copy of the state whose seed and offset are values, if necessary read from memory.
   TORCHKILN_FUNCTION RandomState resolved() const {
     RandomState state = *this;
     if (seed_from != nullptr) {
@@ -43,7 +43,7 @@ struct Draw {
 /// The four random words at `position` of the sequence that seed and offset select.
 TORCHKILN_FUNCTION Draw draw(uint64_t seed, uint64_t offset, uint64_t position) {
   uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
-  // A generator's offset counts words, and one Philox counter yields four of them.
+  // The offset of a generator counts words. One Philox counter yields four words.
   uint32_t c0 = static_cast<uint32_t>(offset >> 2), c1 = static_cast<uint32_t>(offset >> 34);
   uint32_t c2 = static_cast<uint32_t>(position), c3 = static_cast<uint32_t>(position >> 32);
 #ifdef __CUDA_ARCH__
@@ -64,7 +64,7 @@ TORCHKILN_FUNCTION Draw draw(uint64_t seed, uint64_t offset, uint64_t position) 
   return {{c0, c1, c2, c3}};
 }
 
-/// The largest 32-bit word that counts as success, for a probability of success above 0.
+/// The largest 32-bit word that counts as success. `probability` must be above 0.
 inline uint32_t last_word(double probability) {
   const double words = probability * 4294967296.0;
   return words >= 4294967295.5 ? 0xffffffffu : words < 1.5 ? 0 : static_cast<uint32_t>(words - 0.5);

@@ -1,6 +1,6 @@
 #pragma once
 
-// Transcendental functions of the formulas, for each compiler:
+// The transcendental functions that formulas use, for each compiler:
 //
 //   nvcc, ExactMath  CUDA's functions, accurate to 1 or 2 units in the last place
 //   nvcc, FastMath   the hardware's exp2 and reciprocal, for results that are stored in 16 bits.
@@ -37,7 +37,7 @@ struct Slope {
 inline constexpr double kRootOfHalf = 0.707106781186547524400844362105;
 inline constexpr double kDensityAtZero = 0.398942280401432677939946059934;  // 1 / sqrt(2 pi)
 
-/// The upper tail of the normal distribution at |x|, as root^2 ratio. The factor e^(-x^2 / 2) is
+/// The upper tail of the normal distribution at |x|: root^2 * ratio. The factor e^(-x^2 / 2) is
 /// applied as its square root, twice, because it underflows where its product with |x| is not yet
 /// 0.
 struct NormalTail {
@@ -45,8 +45,9 @@ struct NormalTail {
   float ratio;  // the tail divided by e^(-x^2 / 2)
 };
 
-/// The ratio is a polynomial in 1 / (1 + 0.35 |x|). Its error is below 1.7e-7 of its difference to
-/// |x| / sqrt(2 pi), which is a factor of gelu's derivative, wherever that is not near 0.
+/// The tail at |x|, where `ratio` is a polynomial in 1 / (1 + 0.35 |x|). The error of the ratio is
+/// below 1.7e-7 of its difference to |x| / sqrt(2 pi), which is a factor of gelu's derivative,
+/// wherever that is not near 0.
 template <class Math>
 TORCHKILN_FUNCTION NormalTail normal_tail(float x) {
   const float t = Math::inverse(1.0f + 0.35f * (x < 0.0f ? -x : x));
@@ -62,8 +63,8 @@ TORCHKILN_FUNCTION NormalTail normal_tail(float x) {
 
 #ifdef __CUDACC__
 
-/// float64 functions stay out of line: inlined for every element that a thread has in flight, they
-/// double the machine code of kernels with activations.
+/// Functions in float64 are not inlined: repeated for every element that a thread has in flight,
+/// they would double the machine code of kernels with activations.
 namespace called {
 static __host__ __device__ __noinline__ double exp(double x) { return ::exp(x); }
 static __host__ __device__ __noinline__ double erf(double x) { return ::erf(x); }
@@ -73,7 +74,7 @@ static __host__ __device__ __noinline__ double tanh(double x) { return ::tanh(x)
 struct ExactMath {
   TORCHKILN_FUNCTION static float exp(float x) { return ::exp(x); }
   TORCHKILN_FUNCTION static double exp(double x) { return called::exp(x); }
-  /// exp for arguments up to 88, which may be 0 where the result is subnormal.
+  /// exp() for arguments up to 88. Where the true result is subnormal, it may return 0.
   template <class C>
   TORCHKILN_FUNCTION static C exp_or_zero(C x) {
     return exp(x);
@@ -125,7 +126,7 @@ struct FastMath {
     const float tail = exp2(x * x * (-0.5f * kLog2OfE)) * (p * t);
     return x * (x > 0.0f ? 1.0f - tail : tail);
   }
-  /// 2 / (1 + e^-2x) - 1; near 0, where that cancels, three terms of the series.
+  /// 2 / (1 + e^-2x) - 1. Near 0, where the difference cancels, three terms of the series.
   __device__ __forceinline__ static float tanh(float x) {
     const float square = x * x;
     const float series = x * (square * (square * 0.13333333f - 0.33333333f) + 1.0f);  // keeps -0
@@ -178,8 +179,8 @@ struct ExactMath {
     return p * power_of_two(half) * power_of_two(whole - half);
   }
 
-  /// exp for arguments up to 88, in two thirds of the time. Results below the smallest normal
-  /// number are 0: the biased exponent n + 127 is 0 there, so its bits can be used as they are.
+  /// exp() for arguments up to 88, in two thirds of the time. Results below the smallest normal
+  /// number are 0: there the biased exponent n + 127 is 0, so its bits can be used as they are.
   TORCHKILN_FUNCTION static float exp_or_zero(float x) {
     const float bounded = x < -88.0f ? -88.0f : x;
     constexpr float kRound = 12582912.0f + 127.0f;
@@ -188,8 +189,8 @@ struct ExactMath {
   }
   TORCHKILN_FUNCTION static double exp_or_zero(double x) { return exp(x); }
 
-  /// exp of double, by the same method with a series up to the 13th power. Not the C library's exp,
-  /// whose symbol version needs a newer glibc than wheels may require.
+  /// exp() of double, by the same method with a series up to the 13th power. Does not call the C
+  /// library's exp(), whose symbol version needs a newer glibc than wheels may require.
   TORCHKILN_FUNCTION static double exp(double x) {
     const double bounded = x < -746.0 ? -746.0 : x > 710.0 ? 710.0 : x;
     constexpr double kRound = 6755399441055744.0;  // 1.5 * 2^52
@@ -234,8 +235,8 @@ struct ExactMath {
     d = d * size + 24.8176842f;
     d = d * size + 40.8726273f;
     d = d * size + 27.5549011f;
-    // 2^(-x^2 log2(e) / 2), as in exp_or_zero(). The product is not rounded where there is a fused
-    // multiply-add.
+    // 2^(-x^2 log2(e) / 2), as in exp_or_zero(). With a fused multiply-add the product is not
+    // rounded.
     const float factor = size * -0.72134752f;
     constexpr float kRound = 12582912.0f + 127.0f + 24.0f;
     const float shifted = factor * size + kRound;
@@ -249,8 +250,8 @@ struct ExactMath {
     const float distance = -x > size ? -x : size;
     return (-0.0f > x ? -0.0f : x) - (distance * n / d * power) * 0x1p-35f;
   }
-  /// As for float, with the quotient fitted to a relative error of 5e-17. From 38.7 on the power is
-  /// 0.
+  /// As gelu() of float, with the quotient fitted to a relative error of 5e-17. From 38.7 on the
+  /// power is 0.
   TORCHKILN_FUNCTION static double gelu(double x) {
     const double absolute = std::fabs(x);
     const double size = absolute < 38.7 ? absolute : 38.7;
@@ -293,7 +294,7 @@ struct ExactMath {
   }
 
  private:
-  /// e^(x - n ln(2)), for a result between the square roots of 1/2 and of 2.
+  /// e^(x - n ln(2)). The result is between the square roots of 1/2 and of 2.
   TORCHKILN_FUNCTION static float exp_of_rest(float x, float n) {
     const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
     float p = 1.3950486e-3f;
@@ -303,7 +304,8 @@ struct ExactMath {
     p = p * r + 5.0000001e-1f;
     return p * (r * r) + r + 1.0f;
   }
-  /// The power of two whose biased exponent is in the lowest bits of `shifted`.
+  /// The power of two whose biased exponent is in the lowest bits of `shifted`, the sum with a
+  /// large constant.
   TORCHKILN_FUNCTION static float shifted_into_exponent(float shifted) {
     uint32_t bits;
     std::memcpy(&bits, &shifted, sizeof(bits));
@@ -334,7 +336,7 @@ TORCHKILN_FUNCTION C sigmoid(C x) {
   return Math::reciprocal(C(1) + Math::exp(-x));
 }
 
-/// sigmoid(x) and its derivative s (1 - s), computed from e^-|x| because 1 - s would cancel.
+/// sigmoid(x) = s and its derivative s (1 - s), computed from e^-|x| because 1 - s would cancel.
 template <class Math, class C>
 TORCHKILN_FUNCTION Slope<C> sigmoid_and_slope(C x) {
   const C e = Math::exp(x < C(0) ? x : -x);
@@ -354,9 +356,9 @@ TORCHKILN_FUNCTION Slope<C> silu_and_slope(C z) {
 /// The derivative of z s(a(z)), with s the sigmoid and a(z) odd and increasing: `a` is a(|z|),
 /// `slope` is a'(z).
 ///
-/// Below 0 this is e^-a r (1 - |z| a' r) with r = 1 / (1 + e^-a), above 0 its difference to 1. The
-/// factor e^-a is applied as its square root, twice, because it underflows where its product with
-/// |z| is not yet 0. The root multiplies `slope` first, so that |z| a' does not overflow.
+/// For z < 0 this is e^-a r (1 - |z| a' r) with r = 1 / (1 + e^-a), for z > 0 it is 1 minus that.
+/// The factor e^-a is applied as its square root, twice, because it underflows where its product
+/// with |z| is not yet 0. The root multiplies `slope` first, so that |z| a' does not overflow.
 template <class Math, class C>
 TORCHKILN_FUNCTION C sigmoid_gate_slope(C z, C a, C slope) {
   const C size = z < C(0) ? -z : z;

@@ -4,11 +4,12 @@
 
 #include "torchkiln/version.h"
 
-/// Exports a symbol. For packages with operators of their own.
+/// Exports a symbol, for packages with operators of their own.
 #define TORCHKILN_VISIBLE __attribute__((visibility("default")))
 
-/// Exports a function of torchkiln. Its symbol contains the minor version, whose structs it takes:
-/// a program that was compiled for another one is not linked, and does not start.
+/// Exports a function of torchkiln. Its symbol contains the minor version, because its structs may
+/// change with that. A program that was compiled for another minor version fails to link or to
+/// start.
 #define TORCHKILN_EXPORT __attribute__((visibility("default"), abi_tag(TORCHKILN_ABI)))
 
 /// Prefix of error messages. A package with operators of its own defines its own name.
@@ -29,7 +30,7 @@ enum class StatusCode : int32_t {
 struct [[nodiscard]] Status {
   /// Null if the call succeeded, else a string with static lifetime.
   const char* error = nullptr;
-  /// A message without a code is a refusal by our own code.
+  /// An error without a code was reported by torchkiln itself: the call is not supported.
   StatusCode code = error == nullptr ? StatusCode::ok : StatusCode::unsupported;
 
   bool ok() const { return error == nullptr; }

@@ -1,7 +1,7 @@
 #pragma once
 
-// Events of a call for torchkiln.explain(). The code that launches a kernel reports it here;
-// without a listener this costs one load and one test.
+// Events of a call, for torchkiln.explain(). The code that launches a kernel reports the launch
+// here. Without a listener this costs one load and one test.
 
 #include <cstdint>
 
@@ -27,9 +27,9 @@ struct GpuLaunch {
 class Listener {
  public:
   virtual void launched(const GpuLaunch& launch) = 0;
-  /// A part of a kernel runs on the CPU, compiled for this instruction set.
+  /// Called when a part of a kernel runs on the CPU, compiled for this instruction set.
   virtual void ran(const char* kernel, const char* instruction_set) = 0;
-  /// A decision that a user may want to see, as a sentence.
+  /// Called for a decision that a user may want to see, as a sentence.
   virtual void noted(const char* words) = 0;
 
  protected:

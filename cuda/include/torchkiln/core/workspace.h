@@ -5,8 +5,8 @@
 
 namespace torchkiln {
 
-/// Allocates temporary device memory for a launcher: a reference to a callable void*(size_t bytes),
-/// which must outlive the call. The memory is aligned to 16 bytes and stays valid for all kernels
+/// Allocates temporary device memory for a launcher. It refers to a callable void*(size_t bytes),
+/// which must outlive the call. The memory is aligned to 16 bytes and remains valid for all kernels
 /// that the launcher queues.
 class Allocate {
  public:
@@ -26,12 +26,12 @@ class Allocate {
 
 namespace cpu {
 
-/// How a kernel that sums over rows is split into tasks. Depends on the shape alone, so that
+/// The split of a kernel that sums over rows into tasks. Depends on the shape alone, so that
 /// results do not depend on the number of threads.
 struct Split {
-  int64_t tasks;           // of the kernel
+  int64_t tasks;           // number of tasks
   size_t workspace_bytes;  // for partial sums, aligned to 16 bytes
-  int64_t results;         // of the _finish function, which adds the partial sums; 0: no such step
+  int64_t results;         // outputs of *_finish(), which adds partial sums; 0: no such step
 };
 
 }  // namespace cpu

@@ -27,7 +27,7 @@ inline bool in_steps_of(int64_t lanes, std::initializer_list<int64_t> lengths_an
   return true;
 }
 
-/// Whether rows consist of whole vectors of `lanes` elements: the first one begins at a 16-byte
+/// Whether rows consist of whole vectors of `lanes` elements: the first row begins at a 16-byte
 /// boundary, and all lengths and strides, in elements, are multiples of `lanes`. The caller checks
 /// that the elements of a row are adjacent, and passes 0 for the stride of a dimension of size 1.
 inline bool rows_in_vectors(const void* data, int64_t lanes,
@@ -35,7 +35,7 @@ inline bool rows_in_vectors(const void* data, int64_t lanes,
   return in_steps_of(lanes, lengths_and_strides) && aligned(data);
 }
 
-/// Elements of the widest vectors that fill whole rows: at most 16 bytes, aligned to their own
+/// Elements of the widest vectors that divide all rows: at most 16 bytes, aligned to their own
 /// size.
 inline int widest_lanes(const void* data, Dtype dtype,
                         std::initializer_list<int64_t> lengths_and_strides) {
@@ -53,14 +53,14 @@ struct TensorRows {
   int64_t stride;
 };
 
-/// How the rows of all tensors of a call can be accessed.
+/// The access that the rows of all tensors of a call allow.
 ///   vector         every row begins and ends at a 16-byte boundary
 ///   shared_offset  row i has the same offset from a boundary in every tensor
-///   scalar         neither: element by element
+///   scalar         none of these: element by element
 enum class Alignment { vector, shared_offset, scalar };
 
-/// The alignment of rows with a shared offset. 8-byte types, with two lanes per vector, take the
-/// scalar path, which saves an instantiation.
+/// The alignment of rows with a shared offset. For 8-byte types, with two lanes per vector, it is
+/// scalar, which saves an instantiation.
 inline Alignment alignment_with_offset(Dtype dtype) {
   return size_of(dtype) == 8 ? Alignment::scalar : Alignment::shared_offset;
 }

@@ -7,15 +7,15 @@
 
 namespace torchkiln::device {
 
-/// Combines `value` over all threads of a block of whole warps along x; each thread gets the
-/// result.
+/// Combines `value` over all threads of a block, whose threads are along x and whole warps. Each
+/// thread gets the result.
 template <class C, class Op = Sum>
 __device__ C reduce_block(C value, const Op& op = {}) {
   __shared__ C of_warps[kWarpLanes];
   const int lane = threadIdx.x % kWarpLanes, warp = threadIdx.x / kWarpLanes;
   const int warps = static_cast<int>(blockDim.x) / kWarpLanes;
   value = reduce_warp(value, op);
-  __syncthreads();  // the slots of an earlier call have been read
+  __syncthreads();  // all threads have read the slots of an earlier call
   if (lane == 0) of_warps[warp] = value;
   __syncthreads();
   return reduce_warp(lane < warps ? of_warps[lane] : Op::template identity<C>(), op);

@@ -1,11 +1,11 @@
 #pragma once
 
-// The properties of a GPU that launch plans read. The header includes no header of CUDA, so that
-// g++ compiles the plans and tests make plans for any GPU without having it.
+// The properties of a GPU from which launch plans are computed. Includes no header of CUDA, so that
+// g++ compiles the plans, and tests make plans for GPUs that they do not have.
 
 #include <cstdint>
 
-/// Functions that kernels call, too.
+/// Marks functions that kernels call, too.
 #ifdef __CUDACC__
 #define TORCHKILN_HOST_DEVICE __host__ __device__
 #else
@@ -24,20 +24,21 @@ inline constexpr int64_t kMaxGridX = (int64_t{1} << 31) - 1;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/// Properties of a GPU that launch plans depend on.
+/// The properties of a GPU on which launch plans depend.
 struct Device {
   int multiprocessors = 1;
   // Major number of the compute capability. Code for 9.0a runs on 9.0 alone.
   int capability_major = 0;
-  // Whether tensor cores multiply half precision, and copies to shared memory are asynchronous; and
-  // whether launches may overlap and blocks may form clusters. Decided by the compiled code, not by
-  // the GPU: code for an older architecture, translated by the driver, has none of these.
+  // runs_80_code: tensor cores multiply half precision, and copies to shared memory are
+  // asynchronous. runs_90_code: launches may overlap, and blocks may form clusters. The compiled
+  // code decides this, not the GPU: code for an older architecture, translated by the driver, has
+  // none of these.
   bool runs_80_code = false;
   bool runs_90_code = false;
-  // Shared memory that one block may opt in to.
+  // Most shared memory, in bytes, that one block may opt in to.
   int shared_bytes = 48 * 1024;
-  // How many clusters of 1, 2, 4, 8 and 16 blocks run at the same time, if a block fills an SM. The
-  // blocks of a cluster belong to one GPC, and not every GPC has a multiple of 16 SMs.
+  // Clusters of 1, 2, 4, 8 and 16 blocks that run at the same time, if a block fills an SM. The
+  // blocks of a cluster run in one GPC, and not every GPC has a multiple of 16 SMs.
   int clusters[5] = {1, 0, 0, 0, 0};
 };
 

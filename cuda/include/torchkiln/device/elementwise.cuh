@@ -20,7 +20,7 @@
 namespace torchkiln::device {
 namespace elementwise {
 
-/// Whether adjacent threads write one byte together. A body declares it by a member kSharesBytes.
+/// Whether adjacent threads write one byte together. A body says so by a member kSharesBytes.
 template <class Body, class = void>
 inline constexpr bool kSharesBytes = false;
 template <class Body>
@@ -87,8 +87,8 @@ struct Computed {
   }
 };
 
-/// A body that selects the activation at run time, once per vector: accesses that are rare or slow
-/// anyway share one kernel for all activations. make(TypeTag<Activation>{}) returns the functor.
+/// A body that selects the activation at run time, once per vector. Rare or slow accesses use it,
+/// so that one kernel serves all activations. make(TypeTag<Activation>{}) returns the functor.
 template <class Make, class List>
 struct Switched {
   Activation activation;
@@ -146,8 +146,9 @@ __global__ void __launch_bounds__(Access::kThreads)
   run<false>(body, access, numel);
 }
 
-/// Launches `body`. For AnyAccess, and for rows in vectors without a linear first input, launches
-/// `general`, which computes the same. All other accessors need inputs of exactly the types In.
+/// Launches `body`. For AnyAccess, and for rows in vectors whose first input is not linear,
+/// launches `general` instead, which computes the same function. All accessors except AnyAccess
+/// need inputs of exactly the types In.
 template <class Out, class... In, class Body, class General, int Outputs>
 Status launch_bodies(const Body& body, const General& general,
                      const Elementwise<sizeof...(In), Outputs>& arguments, cudaStream_t stream) {
@@ -199,7 +200,7 @@ Status launch_activated(Activation activation, const Make& make,
                         const Elementwise<sizeof...(In), Outputs>& arguments, cudaStream_t stream,
                         List list = {}) {
   const Switched<Make, List> general{activation, make};
-  // float64 has one kernel for all activations, because its code is long.
+  // For float64, one kernel serves all activations, because their code is long.
   if constexpr (sizeof(Out) == 8) {
     return launch_bodies<Out, In...>(general, general, arguments, stream);
   } else {

@@ -45,18 +45,18 @@ struct Packet {
   }
 };
 
-/// The stage and the place of accessors that need no shared memory.
+/// The Stage and the Place of accessors that need no shared memory.
 struct NoStage {
   __device__ __forceinline__ static bool has(int, int64_t at, int64_t numel) { return at < numel; }
 };
 
-/// Vectors per thread. Blocks cover 256 vectors, so that a tensor of a few MB is one wave of
-/// blocks. 2-byte types have eight lanes per vector: one vector is enough arithmetic per thread.
+/// Vectors per thread. A block covers 256 vectors, so that a tensor of a few MB is one wave of
+/// blocks. For 2-byte types, one vector of eight lanes is enough arithmetic per thread.
 template <class Out>
 inline constexpr int kUnroll = kVectorLanes<Out> > 4 ? 1 : 2;
 
-/// Whether blocks that lie entirely within the tensor have a separate loop without bounds checks.
-/// float64 has none, because its code is long.
+/// Whether blocks that are entirely inside the tensor have a separate loop without bounds checks.
+/// Not for float64, because its code is long.
 template <class Out>
 inline constexpr bool kHasFullBlocks = sizeof(Out) < 8;
 
@@ -95,7 +95,7 @@ struct LinearAccess {
 
   static int64_t blocks(int64_t numel) { return ceil_div(numel, kBlockElements); }
 
-  /// The first element of the thread's vector u.
+  /// The index of the first element of the thread's vector u.
   __device__ __forceinline__ static int64_t begin(int u, int64_t, const Stage&) {
     return blockIdx.x * kBlockElements + (threadIdx.x + u * kThreads) * kLanes;
   }
@@ -131,12 +131,12 @@ struct LinearAccess {
   }
 };
 
-/// Rows of up to three dimensions. The innermost size and all strides are multiples of a vector, so
-/// they count vectors: no vector is cut, and 32 bits reach far. The strides of an input that is
-/// constant along a row count elements. FirstIsLinear: the first input and the outputs have the
-/// order of the iteration space, and no input is constant along a row (a tensor and its bias); that
-/// input is loaded before any index is computed. The code is straight-line, because small tensors
-/// are bound by latency.
+/// Access to rows of up to three dimensions. The innermost size and all strides are multiples of a
+/// vector and are counted in vectors, so that no vector is cut, and 32 bits suffice for large
+/// tensors. The strides of an input that is constant along a row count elements. FirstIsLinear: the
+/// first input and the outputs have the order of the iteration space, and no input is constant
+/// along a row (a tensor and its bias); that input is loaded before any index is computed. The code
+/// is straight-line, because small tensors are bound by latency.
 template <bool FirstIsLinear, class OutType, int Outputs, class... In>
 struct RowAccess {
   using Out = OutType;
@@ -163,7 +163,7 @@ struct RowAccess {
 
   static int64_t blocks(int64_t numel) { return ceil_div(numel, kBlockElements); }
 
-  /// The first element of the thread's vector u.
+  /// The index of the first element of the thread's vector u.
   __device__ __forceinline__ static int64_t begin(int u, int64_t, const Stage&) {
     return blockIdx.x * kBlockElements + (threadIdx.x + u * kThreads) * kLanes;
   }
@@ -178,7 +178,7 @@ struct RowAccess {
   __device__ __forceinline__ void load_each(elementwise::Packet<C, N, In...>& packet, int64_t at,
                                             std::index_sequence<K...>) const {
     (load_run<K>(::cuda::std::get<K>(packet.vectors), static_cast<const In*>(inputs[K]), at), ...);
-    // Constant inputs come last, because filling a vector with the element waits for its load.
+    // Constant inputs are loaded last, because filling a vector with an element waits for its load.
     if constexpr (!FirstIsLinear)
       (fill<K>(::cuda::std::get<K>(packet.vectors), static_cast<const In*>(inputs[K]), at), ...);
   }

@@ -33,9 +33,9 @@ struct AnyPacket {
 // elements need it.
 inline __device__ __noinline__ int64_t divide(uint64_t a, uint64_t b) { return a / b; }
 
-/// A thread owns single elements and a warp adjacent ones, so that contiguous operands are still
-/// read in full lines. One index computation serves all operands. Elements keep their bits until
-/// all loads are issued.
+/// Access to single elements of any layout. A warp has adjacent elements, so that contiguous
+/// operands are still read in full lines. One index computation serves all operands. Elements are
+/// converted only after all loads are issued.
 template <class OutType, int Outputs, int Arity>
 struct AnyAccess {
   using Out = OutType;

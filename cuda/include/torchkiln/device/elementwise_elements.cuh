@@ -1,6 +1,6 @@
 #pragma once
 
-// Accessor for operands of any alignment and of two strides each, such as rows that are not whole
+// Accessor for operands of any alignment with up to two dimensions, such as rows that are not whole
 // vectors.
 
 #include "torchkiln/device/elementwise_access.cuh"
@@ -8,9 +8,9 @@
 namespace torchkiln::device {
 namespace elementwise {
 
-/// Up to two dimensions, fewer than 2^31 elements, and inputs of exactly the types In. A thread
-/// owns single elements and a warp adjacent ones, as in AnyAccess, but one division per element
-/// locates it in all operands, in 32 bits. The offset of element `at` of row `at / size` is
+/// For up to two dimensions, fewer than 2^31 elements, and inputs of exactly the types In. A thread
+/// has single elements, and a warp adjacent elements, as in AnyAccess. One 32-bit division per
+/// element locates it in all operands. The offset of element `at` of row `at / size` is
 ///
 ///     (at - row * size) * stride[0] + row * stride[1] = at * step + row * gap
 ///

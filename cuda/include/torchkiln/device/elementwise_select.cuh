@@ -1,7 +1,7 @@
 #pragma once
 
-// Conditions under which each accessor of elementwise_access.cuh fits a problem, and functions that
-// make the accessors. launch_bodies() in elementwise.cuh selects one.
+// The condition under which each accessor of elementwise_access.cuh supports a problem, and
+// functions that make the accessors. launch_bodies() in elementwise.cuh selects an accessor.
 
 #include "torchkiln/device/alignment.h"
 #include "torchkiln/device/elementwise_any.cuh"
@@ -22,16 +22,16 @@ bool writes_linearly(const Elementwise<Inputs, Outputs>& arguments, int o) {
   return arguments.layout.out_linear(o) && aligned(arguments.out[o]);
 }
 
-/// Whether the rows of the iteration space are whole vectors, and their number has 31 bits.
+/// Whether the rows of the iteration space are whole vectors, and their number is below 2^31.
 template <int Inputs, int Outputs>
 bool has_rows(const Layout<Inputs, Outputs>& layout, int lanes) {
-  constexpr int kRank = 3;  // same as in RowAccess
+  constexpr int kRank = 3;  // as in RowAccess
   return layout.rank > 0 && layout.rank <= kRank && layout.size[0] % lanes == 0 &&
          layout.numel / lanes < int64_t{1} << 31;
 }
 
 /// Whether an operand has whole vectors of `unit` elements along dimension 0 or, for unit 1, is
-/// constant along it; and whether its offsets, in units, fit in 32 bits.
+/// constant along dimension 0; and whether its offsets, in units, fit in 32 bits.
 template <int Inputs, int Outputs>
 bool fits_rows(const Layout<Inputs, Outputs>& layout, const int64_t (&strides)[kMaxRank],
                const void* data, int unit) {
@@ -110,8 +110,8 @@ struct Accessors {
   }
 
   /// Whether some input is contiguous along dimension 1 while the output is contiguous along
-  /// dimension 0, in planes large enough for squares. `whole_bytes`: threads share bytes of a mask,
-  /// so eight elements along dimension 0 must be one byte.
+  /// dimension 0, and both dimensions are large enough for squares. `whole_bytes`: threads share
+  /// bytes of a mask, so eight elements along dimension 0 must be one byte.
   template <int Outputs>
   static bool is_transposed(const Elementwise<kInputs, Outputs>& arguments, bool whole_bytes) {
     const auto& layout = arguments.layout;
@@ -146,7 +146,7 @@ struct Accessors {
     return access;
   }
 
-  /// Whether ElementAccess serves the problem.
+  /// Whether ElementAccess supports the problem.
   template <int Outputs>
   static bool all_elements(const Elementwise<kInputs, Outputs>& arguments) {
     const auto& layout = arguments.layout;

@@ -7,9 +7,9 @@
 namespace torchkiln::device {
 namespace elementwise {
 
-/// Squares of 32 x 32 elements along dimensions 0 and 1. An input that is contiguous along
-/// dimension 1 is read along dimension 1 and transposed in shared memory; every other operand is
-/// read along dimension 0. A third dimension, if there is one, counts planes of squares.
+/// Access to squares of 32 x 32 elements along dimensions 0 and 1. An input that is contiguous
+/// along dimension 1 is read along dimension 1 and transposed in shared memory; every other operand
+/// is read along dimension 0. A third dimension, if there is one, counts planes of squares.
 ///
 ///      memory                          shared memory                    registers
 ///   a warp reads 32 elements along  ->  column of a square, rows of  ->  a warp reads a row
@@ -45,20 +45,20 @@ struct TransposedAccess {
 
   int64_t blocks(int64_t) const { return count; }
 
-  // A thread owns column lane() of the square and rows row() + u * kRowStep. Reading along the
-  // other dimension, it owns the transposed elements.
+  // A thread has column lane() of the square, in rows row() + u * kRowStep. When it reads along the
+  // other dimension, it has the transposed elements.
   static constexpr int kRowStep = kThreads / kSide;
   __device__ __forceinline__ static int row() { return threadIdx.x / kSide; }
   __device__ __forceinline__ static int lane() { return threadIdx.x % kSide; }
 
-  /// The square and the elements of a thread. The thread computes them once; nvcc would compute
-  /// them for every element.
+  /// The square and the elements of a thread. The thread computes them once, because nvcc would
+  /// compute them for every element.
   struct Place {
     const Stage* staged;
     ::cuda::std::tuple<Vec<In, kUnroll>...> loaded;
-    uint32_t at[kRank];   // of the square's first element
-    int rows;             // from row() on; 0 if lane() is outside of the tensor
-    int64_t index;        // of element (lane(), row()) in the iteration space
+    uint32_t at[kRank];   // index of the square's first element
+    int rows;             // inside rows from row() on; 0 if lane() is outside
+    int64_t index;        // index of element (lane(), row()) in the iteration space
     int64_t to[Outputs];  // its offset in the outputs
 
     __device__ __forceinline__ bool has(int u, int64_t, int64_t) const {
@@ -66,7 +66,8 @@ struct TransposedAccess {
     }
   };
 
-  /// The index in the iteration space, or numel if the square reaches beyond it.
+  /// The index of an element in the iteration space, or numel if the square reaches beyond the
+  /// space there.
   __device__ __forceinline__ int64_t begin(int u, int64_t numel, const Place& place) const {
     return place.has(u, 0, numel) ? place.index + int64_t{u * kRowStep} * size[0] : numel;
   }

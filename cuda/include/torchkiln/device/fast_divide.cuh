@@ -6,7 +6,7 @@
 
 namespace torchkiln::device {
 
-/// Division of numbers below 2^31 by a divisor that is set on the host: a multiplication and a
+/// Divides numbers below 2^31 by a divisor that is set on the host, with a multiplication and a
 /// shift instead of some 20 instructions. With l = ceil(log2 d),
 ///   n / d = n * (floor(2^(31 + l) / d) + 1) >> (31 + l) for every such n.
 class Divisor {
@@ -25,7 +25,7 @@ class Divisor {
   __device__ __forceinline__ uint32_t quotient(uint32_t n) const {
     return divisor_ < 2 ? n : quotient_above_1(n);
   }
-  /// quotient() by a divisor of 2 or more, without a test for smaller ones.
+  /// quotient() for a divisor of at least 2, without a test for a divisor of 1.
   __device__ __forceinline__ uint32_t quotient_above_1(uint32_t n) const {
     return __umulhi(n, multiplier_) >> shift_;
   }

@@ -8,7 +8,8 @@
 namespace torchkiln {
 namespace device {
 
-/// Launches Functor<F, Math, C>, FormulaValue or FormulaGradients, on inputs of one dtype.
+/// Launches Functor<F, Math, C> on inputs of one dtype; Functor is FormulaValue or
+/// FormulaGradients.
 template <template <class...> class Functor, class F, int Outputs, int Inputs, size_t... I>
 Status launch_formula(const Elementwise<Inputs, Outputs>& arguments, const NumbersOf<F>& numbers,
                       CUstream_st* stream, std::index_sequence<I...>) {

@@ -14,7 +14,7 @@
 
 namespace torchkiln::device {
 
-// Both return NaN if either argument is NaN, as in torch.
+// maximum() and minimum() return NaN if either argument is NaN, as in torch.
 template <class C>
 TORCHKILN_FUNCTION C maximum(C a, C b) {
   return a > b || a != a ? a : b;
@@ -43,10 +43,10 @@ struct Operand {
 };
 
 /// The iteration space, in the binary layout that the host packs. Dimension 0 is the innermost one.
-/// Its size counts vectors, and so does its stride for operands that are read in vectors.
+/// Its size is in vectors, as is its stride for operands that are read in vectors.
 template <int kOperands>
 struct Space {
-  int64_t count;     // vectors in all
+  int64_t count;     // vectors of the whole space
   int64_t elements;  // along the innermost dimension; the last vector may reach beyond them
   int32_t rank;
   int32_t narrow;  // fewer than 2^31 vectors: multiplication and shift instead of division
@@ -83,7 +83,8 @@ struct Space {
   }
 };
 
-/// Loads a vector of one input as the compute type. Lanes from `valid` on do not exist.
+/// Loads a vector of one input and converts it to the compute type. Lanes from `valid` on do not
+/// exist.
 template <class In, int kLanes, class C>
 __device__ __forceinline__ void fetch(const void* data, int64_t offset, int valid,
                                       C (&to)[kLanes]) {

@@ -17,13 +17,12 @@ namespace torchkiln::device {
 
 #ifndef __CUDACC_RTC__  // NVRTC compiles no host code
 
-/// Empty kernel, queried for the architectures this library was compiled for.
+/// Empty kernel. Its attributes show the architectures for which this library was compiled.
 template <int = 0>
 __global__ void probe() {}
 
-/// How many clusters of 1 << log_blocks blocks run at the same time, if a block fills an SM. One
-/// more cluster would start when the others are done and double the time. 0 if no GPC is large
-/// enough.
+/// Clusters of 1 << log_blocks blocks that run at the same time, if a block fills an SM. One
+/// cluster more would start after the others and double the time. 0 if no GPC is large enough.
 inline int count_clusters(int log_blocks, int shared_bytes) {
   const auto blocks = static_cast<unsigned>(1 << log_blocks);
   cudaLaunchAttribute cluster{};
@@ -81,7 +80,8 @@ inline const Device& current_device() {
   if (found == nullptr) {
     const std::optional<Device> answer = query_device(device);
     if (!answer) return kUnknown;
-    // Kept until the process ends. If two threads query, both results are the same.
+    // Allocated memory is kept until the process ends. If two threads query at once, both results
+    // are equal.
     const Device* const queried = new Device(*answer);
     if (known[device].compare_exchange_strong(found, queried)) return *queried;
     delete queried;
@@ -105,7 +105,7 @@ inline void trace_launch(trace::Listener& listener, const void* kernel, const Gr
   cudaFuncAttributes code{};
   int device = 0;
   const int threads = static_cast<int>(grid.threads.x * grid.threads.y * grid.threads.z);
-  // Fields whose query fails stay 0.
+  // If a query fails, its fields are 0.
   (void)cudaFuncGetName(&launch.kernel, kernel);
   (void)cudaFuncGetAttributes(&code, kernel);
   (void)cudaOccupancyMaxActiveBlocksPerMultiprocessor(
@@ -133,14 +133,14 @@ inline void trace_launch(trace::Listener& listener, const void* kernel, const Gr
 /// The CUDA graph that a stream records.
 struct Recording {
   bool active = false;
-  cudaGraphNode_t last = nullptr;  // the node that the next one will follow, if it follows one
+  cudaGraphNode_t last = nullptr;  // the node that the next node follows, if there is only one
 };
 
 inline Recording recording_of(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   const cudaGraphNode_t* nodes = nullptr;
   size_t count = 0;
-  const cudaGraphEdgeData* edges = nullptr;  // without it, edges that overlap are an error
+  const cudaGraphEdgeData* edges = nullptr;  // if it is not passed, overlapping edges are an error
 #if CUDART_VERSION >= 13000
   const cudaError_t error =
       cudaStreamGetCaptureInfo(stream, &status, nullptr, nullptr, &nodes, &edges, &count);
@@ -149,7 +149,7 @@ inline Recording recording_of(cudaStream_t stream) {
       cudaStreamGetCaptureInfo_v3(stream, &status, nullptr, nullptr, &nodes, &edges, &count);
 #endif
   if (error != cudaSuccess) {
-    (void)cudaGetLastError();  // clears the error, which the launch reports again
+    (void)cudaGetLastError();  // clears the error; the launch will report it
     return {};
   }
   if (status != cudaStreamCaptureStatusActive) return {};
@@ -162,7 +162,7 @@ inline cudaGraphNode_t& latest_early_node() {
   return node;
 }
 
-/// The status for the result of a call of the CUDA runtime, whose latest error it clears.
+/// The status for an error of the CUDA runtime. Clears the runtime's latest error.
 inline Status status_of(cudaError_t error) {
   if (error == cudaSuccess) return {};
   (void)cudaGetLastError();
@@ -173,9 +173,9 @@ inline Status status_of(cudaError_t error) {
 }
 
 /// Queues a kernel. `overlaps`: its blocks may start while the previous kernel still runs, so the
-/// kernel must begin with wait_for_previous_kernel(). Does not call current_device(): that inline
-/// function exists once in the library, with the architectures of an arbitrary file, so a file
-/// compiled for a single architecture must not instantiate it.
+/// kernel must begin with wait_for_previous_kernel(). Does not call current_device(): the linker
+/// keeps that inline function from an arbitrary file, with that file's architectures. Therefore a
+/// file compiled for a single architecture must not instantiate it.
 template <class... Parameters, class... Arguments>
 Status launch_kernel(void (*kernel)(Parameters...), const Grid& grid, bool overlaps,
                      cudaStream_t stream, const Arguments&... arguments) {
@@ -196,10 +196,10 @@ Status launch_kernel(void (*kernel)(Parameters...), const Grid& grid, bool overl
   config.stream = stream;
   config.attrs = attributes;
   const Recording recording = overlaps ? recording_of(stream) : Recording{};
-  // In a graph, a launch overlaps only a kernel that lets it start early. After other nodes,
-  // overlap gains nothing and costs 0.5 us. The first node must not overlap: its wait ends before
-  // the work that was queued ahead of the graph. A handle of a graph that is gone, or a node of
-  // another thread, costs time only.
+  // In a graph, a launch overlaps only a kernel that allows the next one to start early. After
+  // other nodes, overlap gains nothing and costs 0.5 us. The first node must not overlap, because
+  // its wait does not include the work that was queued before the graph. If the latest node belongs
+  // to a deleted graph or to another thread, the launch is only slower.
   if (overlaps &&
       (!recording.active || (recording.last != nullptr && recording.last == latest_early_node()))) {
     attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -234,8 +234,8 @@ Status launch_overlapped(void (*kernel)(Parameters...), const Grid& grid, cudaSt
 
 #ifdef __CUDACC__
 /// Waits until the previous kernel has finished and its results are visible, then allows the next
-/// kernel to start. The order matters: a running kernel can rely on all kernels before its
-/// predecessor having finished, so it may reuse their memory.
+/// kernel to start. The order matters: when a kernel runs, all kernels before its predecessor have
+/// finished, so it may reuse their memory.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   cudaGridDependencySynchronize();

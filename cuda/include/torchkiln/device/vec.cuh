@@ -45,7 +45,7 @@ __host__ __device__ __forceinline__ auto with_parameter_type(Dtype dtype, const 
 template <class T>
 inline constexpr int kVectorLanes = kVectorBytes / static_cast<int>(sizeof(T));
 
-/// How many elements `row` begins after a 16-byte boundary.
+/// The number of elements between the last 16-byte boundary and the begin of `row`.
 template <class T>
 __device__ __forceinline__ int elements_past_boundary(const T* row) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(row) / sizeof(T) % kVectorLanes<T>);
@@ -57,7 +57,7 @@ struct alignas(N * sizeof(T) < kVectorBytes ? N * sizeof(T) : kVectorBytes) Vec 
   T lane[N];
 };
 
-/// Sets all lanes, in half precision two per 32-bit register: nvcc would keep single halfs in a
+/// Sets all lanes. Half precision is stored in pairs, because nvcc would keep single elements in a
 /// register each.
 template <class T, int N>
 __device__ __forceinline__ void fill(Vec<T, N>& vector, T value) {
@@ -110,12 +110,12 @@ __device__ __forceinline__ void prefetch_to_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-/// Moves the elements of type T of these words down by `past` elements, fewer than a vector. Only
-/// the words before the last four are valid afterwards.
+/// Moves the elements of type T in these words down by `past` elements, which are less than a
+/// vector. Afterwards all but the last four words are valid.
 template <class T, int kWords>
 __device__ __forceinline__ void shift_down(uint32_t (&words)[kWords], int past) {
-  // By two words if bit 3 of the byte count is set, by one if bit 2 is, by half a word if bit 1 is.
-  // A variable array index would move the array to local memory.
+  // Moves by two words if bit 3 of the byte count is set, by one word if bit 2 is set, by half a
+  // word if bit 1 is set. A variable array index would move the array to local memory.
   const int bytes = past * static_cast<int>(sizeof(T));
 #pragma unroll
   for (int i = 0; i < kWords - 2; ++i) words[i] = (bytes & 8) != 0 ? words[i + 2] : words[i];
@@ -131,7 +131,7 @@ __device__ __forceinline__ void shift_down(uint32_t (&words)[kWords], int past) 
 }
 
 /// Loads N elements that begin `past` elements (modulo a vector) after a 16-byte boundary, through
-/// the read-only path. Reads aligned vectors, one more than N elements fill.
+/// the read-only path. Loads aligned vectors, one more than N elements would fill.
 template <int N, class T>
 __device__ __forceinline__ Vec<T, N> load_unaligned(const T* from, int past) {
   constexpr int kEach = kVectorLanes<T>;
@@ -181,8 +181,8 @@ __device__ __forceinline__ void widen(const Vec<T, N>& from, C (&to)[N]) {
   }
 }
 
-/// Forces re-conversion after this point: the converted floats of half precision take twice the
-/// registers of the vectors, too many to keep alive.
+/// Makes the compiler convert `items` again after this point. The converted floats of half
+/// precision take twice the registers of the vectors, too many to keep.
 template <class T, int N, int kItems>
 __device__ __forceinline__ void force_reconversion(Vec<T, N> (&items)[kItems]) {
   if constexpr (sizeof(Vec<T, N>) % sizeof(uint32_t) == 0) {
@@ -196,7 +196,8 @@ __device__ __forceinline__ void force_reconversion(Vec<T, N> (&items)[kItems]) {
   }
 }
 
-/// The elementwise maximum, two elements at a time in half precision. NaN only if both are NaN.
+/// The elementwise maximum, in half precision two elements per instruction. NaN only if both are
+/// NaN.
 template <class T, int N>
 __device__ __forceinline__ Vec<T, N> elementwise_max(const Vec<T, N>& a, const Vec<T, N>& b) {
   Vec<T, N> result;
@@ -226,8 +227,8 @@ __device__ __forceinline__ void store(T* to, const C (&from)[N]) {
   *reinterpret_cast<Vec<T, N>*>(to) = vector;
 }
 
-/// store() of whole 16-byte vectors to global memory, an instruction each. In the loop over the
-/// samples of a group norm, nvcc divides store() into stores of 2 or 4 bytes.
+/// store() of whole 16-byte vectors to global memory, with one instruction per vector. In the loop
+/// over the samples of a group norm, nvcc splits store() into stores of 2 or 4 bytes.
 template <int N, class C, class T>
 __device__ __forceinline__ void store_vectors(T* to, const C (&from)[N]) {
   static_assert(N * sizeof(T) % kVectorBytes == 0, "whole vectors");
@@ -245,8 +246,8 @@ __device__ __forceinline__ void store_vectors(T* to, const C (&from)[N]) {
   }
 }
 
-/// Predicated store() of one 16-byte vector: without a branch, so that the code after it need not
-/// wait.
+/// store() of one 16-byte vector if `condition`. It is a predicated instruction instead of a
+/// branch, so that the code after it need not wait.
 template <int N, class C, class T>
 __device__ __forceinline__ void store_if(bool condition, T* to, const C (&from)[N]) {
   static_assert(N * sizeof(T) == kVectorBytes, "one whole vector");

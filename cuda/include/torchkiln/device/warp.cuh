@@ -31,8 +31,8 @@ struct Max {
   }
 };
 
-// An operator either has identity() and combines two numbers, as Sum does, or has clear() and
-// combines two arrays. combine() and clear() below accept both.
+// An operator has identity() and combines two numbers, as Sum does, or has clear() and combines two
+// arrays. combine() and clear() below support both.
 
 /// Sets a = op(a, b).
 template <class Op, class C, int N>
@@ -58,7 +58,7 @@ __device__ __forceinline__ void clear(const Op&, C (&a)[N], long) {
   Op::clear(a);
 }
 
-/// One step of a reduction: combines the values of each two lanes whose indices differ by `offset`.
+/// One step of a reduction: combines the values of lanes whose indices differ by `offset`.
 template <class C, int N, class Op>
 __device__ __forceinline__ void exchange(C (&values)[N], int offset, const Op& op) {
   C others[N];

@@ -19,15 +19,15 @@ inline Saved kept_by_batch_norm(Activation activation, bool has_residual) {
   return saved == Saved::output ? Saved::input : saved;
 }
 
-/// A dense tensor seen as [outer, channels, inner]. Channels that are adjacent in memory
-/// (channels_last) have inner = 1 and a row of channels for each pixel.
+/// A dense tensor seen as [outer, channels, inner]. If channels are adjacent in memory
+/// (channels_last), inner is 1 and each pixel is a row of channels.
 struct ChannelLayout {
   int64_t outer;
   int64_t channels;
   int64_t inner;
 
   int64_t numel() const { return outer * channels * inner; }
-  /// Elements of a channel.
+  /// Elements per channel.
   int64_t count() const { return outer * inner; }
 };
 
@@ -49,24 +49,24 @@ struct BatchNorm {
   RunningStatistic running_mean;
   RunningStatistic running_var;
   void* y;
-  /// If backward needs only the sign of y: bit i % 8 of byte i / 8 is set if element i in memory is
-  /// not <= 0. Null if backward does not need it.
+  /// The signs of y, if backward needs only those: bit i % 8 of byte i / 8 is set if element i in
+  /// memory is not <= 0. Null if backward does not need them.
   uint8_t* signs;
   /// [3, channels] of the compute type: the mean, rounded; its rounding error; rstd. Null if not
   /// wanted; training needs them unless `moments` is given. The rounding error of the mean keeps
   /// x - mean exact where the mean is far from 0.
   void* statistics;
-  /// Moments of x in place of the statistics, for batch_norm_moments(); null else.
+  /// The moments of x, which batch_norm_moments() writes instead of statistics; otherwise null.
   double* moments;
-  Dtype dtype;            // of x, residual and y
-  Dtype parameter_dtype;  // of weight and bias: dtype, or float32 for half precision
-  Dtype running_dtype;    // of running_mean and running_var: dtype, or float32 for half precision
+  Dtype dtype;            // dtype of x, residual and y
+  Dtype parameter_dtype;  // dtype of weight and bias: dtype, or float32 for half precision
+  Dtype running_dtype;    // of the running statistics: dtype, or float32 for half precision
   Activation activation;
   bool training;
   double momentum;
   double eps;
   ChannelLayout layout;  // of x, residual and y
-  void* workspace;       // of the size that cpu::split() returns; CUDA launchers allocate theirs
+  void* workspace;       // has the size that cpu::split() returns; CUDA launchers allocate theirs
 };
 
 /// Merges the moments of the processes of a group. The moments of a process are [2 * channels + 1]:
@@ -79,9 +79,9 @@ struct BatchNormMerge {
   RunningStatistic running_mean;
   RunningStatistic running_var;
   const int64_t* batches;  // running statistics move by 1 / batches; null to move by momentum
-  void* statistics;        // as in BatchNorm, of all processes
-  double* count;           // [1], of all processes
-  Dtype dtype;             // of x
+  void* statistics;        // as in BatchNorm, over all processes
+  double* count;           // [1]: elements per channel in all processes
+  Dtype dtype;             // dtype of x
   Dtype running_dtype;
   double momentum;
   double eps;
@@ -95,17 +95,17 @@ struct BatchNormMerge {
 ///                   else g * rstd * weight
 struct BatchNormBackward {
   const void* grad;
-  /// A second incoming gradient, null if there is none: grad + second, rounded, replaces grad. It
-  /// requires signs and grad_residual. CPU kernels ignore it.
+  /// A second incoming gradient, null if there is none. The incoming gradient is then grad +
+  /// second, rounded. It requires signs and grad_residual. CPU kernels ignore it.
   const void* second;
   const void* x;
   const void* residual;  // null if there is none, or if kept_by_batch_norm() is not the input
   const uint8_t* signs;  // null if kept_by_batch_norm() is not the sign
   const void* weight;
   const void* bias;
-  const void* statistics;  // of the forward
-  void* grad_x;            // null if not wanted, like the following
-  void* grad_weight;       // of parameter_dtype
+  const void* statistics;  // from forward
+  void* grad_x;            // null if not wanted; so are the gradients below
+  void* grad_weight;       // has parameter_dtype
   void* grad_bias;
   void* grad_residual;
   Dtype dtype;
@@ -113,7 +113,7 @@ struct BatchNormBackward {
   Activation activation;
   bool training;
   ChannelLayout layout;
-  /// [1]: the elements of a channel in all processes of a group; null for those of x.
+  /// [1]: elements per channel in all processes of a group; null for the number in x.
   const double* count;
   /// [2, channels] of the compute type: slope and level in
   ///   grad_x = (g - slope * (x - mean) - level) * rstd * weight,
@@ -148,16 +148,16 @@ struct PoolWindows {
   int64_t count() const { return images * pooled_height * pooled_width; }
 };
 
-/// The largest y of BatchNorm in each window. Each y is rounded before it is compared. The first of
-/// equal values counts; with NaN in the window, the last NaN.
+/// y of BatchNorm, then the largest y in each window. Each y is rounded before it is compared.
+/// Among equal values the first one counts; if the window has NaN, the last NaN.
 struct BatchNormPool {
   BatchNorm norm;  // y is pooled; no residual and no signs
   PoolWindows windows;
-  uint8_t* places;  // of the shape of y: the pixel in the window, row * kernel[1] + column
+  uint8_t* places;  // as y: index of the largest pixel in its window, row * kernel[1] + column
 };
 
-/// The gradients for BatchNormPool, as in BatchNormBackward: the incoming gradient of a pixel is
-/// the sum of the gradients of the windows whose y it is.
+/// The gradients for BatchNormPool, as in BatchNormBackward. The incoming gradient of a pixel is
+/// the sum of the gradients of those windows of which it is the largest.
 struct BatchNormPoolBackward {
   BatchNormBackward norm;  // grad is pooled; no residual, signs and coefficients
   PoolWindows windows;
@@ -166,8 +166,7 @@ struct BatchNormPoolBackward {
 
 namespace cpu {
 
-/// How the statistics of a training forward are split: tasks are chunks of the elements, results
-/// are the channels.
+/// The split of a training forward: tasks are chunks of the elements, results are the channels.
 TORCHKILN_EXPORT Split split(const BatchNorm& arguments);
 
 /// Writes the moments of the chunks begin <= chunk < end to the workspace.
@@ -178,14 +177,14 @@ TORCHKILN_EXPORT Status batch_norm_moments(const BatchNorm& arguments, int64_t b
 TORCHKILN_EXPORT Status batch_norm_finish(const BatchNorm& arguments, int64_t begin, int64_t end);
 
 /// Computes y for the elements begin <= i < end in memory; if signs are wanted, begin is a multiple
-/// of 8. `statistics` have been computed.
+/// of 8. `statistics` must have been computed.
 TORCHKILN_EXPORT Status batch_norm(const BatchNorm& arguments, int64_t begin, int64_t end);
 
 /// Merges the moments of the channels begin <= channel < end.
 TORCHKILN_EXPORT Status batch_norm_merge(const BatchNormMerge& arguments, int64_t begin,
                                          int64_t end);
 
-/// Tasks are chunks of the elements; results are the channels.
+/// The split of a backward: tasks are chunks of the elements, results are the channels.
 TORCHKILN_EXPORT Split split(const BatchNormBackward& arguments);
 
 /// Writes grad_residual and the sums of the chunks begin <= chunk < end.
@@ -211,7 +210,8 @@ namespace cuda {
 TORCHKILN_EXPORT Status batch_norm(const BatchNorm& arguments, Allocate allocate,
                                    CUstream_st* stream);
 
-/// Parts of batch_norm() in training for a group of processes: the moments of x, their merge, y.
+/// The steps of batch_norm() in training for a group of processes: the moments of x, their merge,
+/// y.
 TORCHKILN_EXPORT Status batch_norm_moments(const BatchNorm& arguments, Allocate allocate,
                                            CUstream_st* stream);
 TORCHKILN_EXPORT Status batch_norm_merge(const BatchNormMerge& arguments, CUstream_st* stream);
@@ -224,8 +224,9 @@ TORCHKILN_EXPORT Status batch_norm_outputs(const BatchNorm& arguments, CUstream_
 TORCHKILN_EXPORT Status batch_norm_backward(const BatchNormBackward& arguments, Allocate allocate,
                                             CUstream_st* stream);
 
-/// Parts of batch_norm_backward(): batch_norm_backward_sums() computes all but grad_x, and the
-/// coefficients if they are not null; batch_norm_backward_input() computes grad_x from these.
+/// The steps of batch_norm_backward(): batch_norm_backward_sums() computes all gradients but
+/// grad_x, and the coefficients if they are not null; batch_norm_backward_input() computes grad_x
+/// from the coefficients.
 TORCHKILN_EXPORT Status batch_norm_backward_sums(const BatchNormBackward& arguments,
                                                  Allocate allocate, CUstream_st* stream);
 TORCHKILN_EXPORT Status batch_norm_backward_input(const BatchNormBackward& arguments,

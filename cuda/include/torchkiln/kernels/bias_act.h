@@ -22,8 +22,8 @@ struct BiasAct {
   Elementwise<2> elements;
   Activation activation;
   double scale;
-  /// If backward needs only the sign of the output: bit i % 8 of byte i / 8 is set if out[i] is not
-  /// <= 0. Null if backward does not need it.
+  /// The signs of the output, if backward needs only those: bit i % 8 of byte i / 8 is set if
+  /// out[i] is not <= 0. Null if backward does not need them.
   uint8_t* signs;
 };
 
@@ -37,7 +37,7 @@ struct BiasActBackward {
   const void* bias;   // [columns]; only used if `saved` is x; null if there is none
   void* grad_x;       // [rows, columns], contiguous; null if not wanted
   void* grad_bias;    // [columns]; null if not wanted
-  Dtype dtype;        // of all tensors except bias and grad_bias
+  Dtype dtype;        // dtype of all tensors except bias and grad_bias
   Dtype bias_dtype;   // dtype, or float32 for half precision
   Activation activation;
   double scale;
@@ -48,7 +48,7 @@ struct BiasActBackward {
   int64_t saved_row_stride;
   int64_t saved_column_stride;
   int64_t bias_stride;
-  void* workspace;  // of the size that cpu::split() returns; CUDA launchers allocate theirs
+  void* workspace;  // has the size that cpu::split() returns; CUDA launchers allocate theirs
 };
 
 namespace cpu {
@@ -56,7 +56,8 @@ namespace cpu {
 /// Computes the elements begin <= i < end; if signs are wanted, begin is a multiple of 8.
 TORCHKILN_EXPORT Status bias_act(const BiasAct& arguments, int64_t begin, int64_t end);
 
-/// Tasks are chunks of rows; results are the columns, if grad_bias is wanted.
+/// The split of a backward: tasks are chunks of rows; results are the columns, if grad_bias is
+/// wanted.
 TORCHKILN_EXPORT Split split(const BiasActBackward& arguments);
 
 /// Computes grad_x for the chunks begin <= chunk < end, and writes their partial sums to the
@@ -75,7 +76,7 @@ namespace cuda {
 /// Runs on the current device, queued on `stream`.
 TORCHKILN_EXPORT Status bias_act(const BiasAct& arguments, CUstream_st* stream);
 
-/// Computes both gradients in one pass over grad and the saved tensor, and a short second one over
+/// Computes both gradients in one pass over grad and the saved tensor; a short second kernel adds
 /// partial sums. No atomics: results are bitwise reproducible.
 TORCHKILN_EXPORT Status bias_act_backward(const BiasActBackward& arguments, Allocate allocate,
                                           CUstream_st* stream);

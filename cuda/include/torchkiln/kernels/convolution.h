@@ -24,16 +24,17 @@ struct PixelConvolution {
 
 namespace cuda {
 
-/// Whether a kernel computes this convolution on the current device: one of compute capability 9.0.
-/// x, weight and y have to be aligned to 16 bytes, and their channels multiples of 8.
+/// Whether a kernel supports this convolution on the current device. It requires compute capability
+/// 9.0, x, weight and y aligned to 16 bytes, and numbers of channels that are multiples of 8.
 TORCHKILN_EXPORT bool takes(const PixelConvolution& arguments);
 
-/// Whether that kernel was measured to take less time than cuDNN's convolution and another pass
-/// over y for its moments.
+/// Whether that kernel takes less time, as measured, than cuDNN's convolution and another pass over
+/// y for its moments.
 TORCHKILN_EXPORT bool gains(const PixelConvolution& arguments);
 
-/// Runs on the current device, queued on `stream`: two kernels, the convolution with the moments of
-/// parts of the pixels, and their merge. Results are bitwise reproducible.
+/// Runs on the current device, queued on `stream`. The first kernel computes the convolution and
+/// the moments of parts of the pixels, the second merges the moments. Results are bitwise
+/// reproducible.
 TORCHKILN_EXPORT Status pixel_convolution(const PixelConvolution& arguments, Allocate allocate,
                                           CUstream_st* stream);
 

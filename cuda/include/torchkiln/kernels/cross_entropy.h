@@ -14,13 +14,13 @@ namespace torchkiln {
 struct ClassTarget {
   const int64_t* index;       // [rows]; null if probabilities are given
   const void* probabilities;  // [rows, classes]; null if `index` is given
-  Dtype probabilities_dtype;  // that of the logits; half precision and float32 may be mixed
+  Dtype probabilities_dtype;  // as the logits, or float32 with half precision, or vice versa
   int64_t probabilities_row_stride;
   const void* weight;    // [classes] of the compute type; null for ones
-  int64_t ignore_index;  // rows of this class are ignored
+  int64_t ignore_index;  // rows with this target are ignored
   double label_smoothing;
   int64_t first_class;
-  int64_t all_classes;  // of all shards; 0 if the logits are not a shard
+  int64_t all_classes;  // classes of all shards; 0 if the logits are not a shard
 };
 
 /// For each row, with lse = log(sum of exp(logits)) and w the weight of its target class (0 if the
@@ -40,7 +40,7 @@ struct CrossEntropy {
   int64_t rows;
   int64_t classes;
   int64_t row_stride;
-  // all of the compute type:
+  // the results, in the compute type:
   void* loss;           // [rows]
   void* log_sum_exp;    // [rows]
   void* mass;           // [rows]: the factor of exp(logits - log_sum_exp) in the gradient
@@ -66,7 +66,7 @@ struct CrossEntropy {
 struct CrossEntropyBackward {
   const void* grad;  // [rows] of grad_dtype
   Dtype grad_dtype;
-  int64_t grad_stride;  // 0: one for all rows
+  int64_t grad_stride;  // 0: one number for all rows
   const void* divisor;  // one number of the compute type; null for 1
   const void* logits;   // [rows, classes], classes adjacent
   Dtype dtype;
@@ -89,7 +89,7 @@ struct CrossEntropyBackward {
   const void* grad_entropy = nullptr;  // [rows] of the compute type; null for 0
 };
 
-/// The arguments with target.all_classes set to `classes` if it is 0.
+/// The arguments with target.all_classes set to `classes` if it was 0.
 template <class Arguments>
 Arguments with_all_classes(Arguments arguments) {
   if (arguments.target.all_classes == 0) arguments.target.all_classes = arguments.classes;
@@ -100,7 +100,7 @@ Arguments with_all_classes(Arguments arguments) {
 struct LossSum {
   const void* loss;           // [rows] of the compute type
   const void* target_weight;  // [rows] of the compute type
-  Dtype dtype;                // of the logits; determines the compute type
+  Dtype dtype;                // dtype of the logits; determines the compute type
   int64_t rows;
   bool mean;
   void* out;  // one number
@@ -108,8 +108,8 @@ struct LossSum {
   void* divisor;  // one number of the compute type: the sum of the weights; null unless `mean`
 };
 
-/// Logits of one of two distributions per row, and the numbers that cross_entropy() with is_logprob
-/// has computed for them. log(p) = scale * logits - log_sum_exp + log(mass).
+/// The logits of one of a row's two distributions, and the numbers that cross_entropy() with
+/// is_logprob has computed for them. log(p) = scale * logits - log_sum_exp + log(mass).
 struct DistributionRows {
   const void* logits;  // [rows, classes], classes adjacent
   int64_t row_stride;
@@ -117,21 +117,22 @@ struct DistributionRows {
   const void* mass;         // [rows]
 };
 
-/// The divergence of each row's distributions, and its gradient with respect to the student's
-/// logits.
+/// The divergence of the two distributions of each row, and its gradient with respect to the
+/// student's logits.
 struct Divergence {
   DistributionRows student, teacher;
-  Dtype dtype;  // of all numbers but grad_logits: float32 or float64
+  Dtype dtype;  // dtype of all tensors except grad_logits: float32 or float64
   int64_t rows;
   int64_t classes;
   double scale;  // greater than 0
   DivergenceKind kind;
   double beta;  // read only for js; greater than 0, less than 1
-  // [rows]: the sums of the terms with the factor p, and with the factor q, and both
+  // [rows]: the sum of the terms with the factor p, the sum of those with the factor q, and the sum
+  // of both
   void* of_student;  // read by the gradient
   void* of_teacher;
   void* divergence;
-  // of the gradient:
+  // for the gradient:
   const void* grad = nullptr;   // [rows], incoming; null for ones
   void* grad_logits = nullptr;  // [rows, classes], classes adjacent; may be the student's logits
   Dtype grad_logits_dtype{};    // `dtype`, or half precision if that is float32

@@ -10,12 +10,12 @@ struct CUstream_st;
 
 namespace torchkiln {
 
-/// Selects the kept elements by random words. A word belongs to an index of the contiguous output
-/// and does not depend on strides, dtype and device.
+/// Selects the elements to keep by random words. The word of an element depends on its index in the
+/// contiguous output, but not on strides, dtype and device.
 struct Dropout {
   RandomState random;
   uint32_t last;  // largest random word that keeps an element: last_word(1 - p)
-  double scale;   // of kept elements: 1 / (1 - p)
+  double scale;   // factor of kept elements: 1 / (1 - p)
 };
 
 /// grad_x = kept ? grad * scale : 0, and grad_bias = sum of grad_x over the rows, with grad seen as
@@ -24,7 +24,7 @@ struct DropoutBackward {
   const void* grad;  // [rows, columns], any strides
   void* grad_x;      // [rows, columns], contiguous; null if not wanted
   void* grad_bias;   // [columns]
-  Dtype dtype;       // of all tensors except grad_bias
+  Dtype dtype;       // dtype of all tensors except grad_bias
   Dtype bias_dtype;  // dtype, or float32 for half precision
   int64_t rows;
   int64_t columns;
@@ -61,7 +61,7 @@ TORCHKILN_EXPORT Status bias_dropout_add(const Elementwise<3>& arguments, const 
 TORCHKILN_EXPORT Status dropout_backward(const Elementwise<1>& arguments, const Dropout& dropout,
                                          CUstream_st* stream);
 
-/// Computes both gradients in one pass over grad, and a short second one over partial sums.
+/// Computes both gradients in one pass over grad; a short second kernel adds partial sums.
 TORCHKILN_EXPORT Status bias_dropout_backward(const DropoutBackward& arguments, Allocate allocate,
                                               CUstream_st* stream);
 

@@ -17,7 +17,7 @@ TORCHKILN_EXPORT Status gated(const Elementwise<2>& arguments, Activation activa
 TORCHKILN_EXPORT Status gated_backward(const Elementwise<3, 2>& arguments, Activation activation,
                                        int64_t begin, int64_t end);
 
-/// As gated_backward(), with the output of gated() as a third result.
+/// gated_backward() with the output of gated() as a third result.
 TORCHKILN_EXPORT Status gated_backward_with_output(const Elementwise<3, 3>& arguments,
                                                    Activation activation, int64_t begin,
                                                    int64_t end);

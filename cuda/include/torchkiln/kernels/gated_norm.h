@@ -20,7 +20,7 @@ struct GatedNorm {
   const void* weight;  // [groups, columns], contiguous; null for ones, ignoring weight_offset
   void* y;             // as x, contiguous
   void* rstd;          // [tokens, groups] of the compute type; null if not wanted
-  Dtype dtype;         // of x, gate and y
+  Dtype dtype;         // dtype of x, gate and y
   Dtype weight_dtype;  // dtype, or float32 for half precision
   bool gate_first;
   double eps;
@@ -45,11 +45,11 @@ struct GatedNormBackward {
   const void* x;       // as in GatedNorm
   const void* gate;    // as x
   const void* weight;  // as in GatedNorm
-  const void* rstd;    // of the forward
+  const void* rstd;    // from forward
   void* grad_x;        // as x, contiguous; null if not wanted
   void* grad_gate;     // as x, contiguous; null if not wanted
   void* grad_weight;   // [groups, columns] of weight_dtype; null if not wanted
-  Dtype dtype;         // of grad, x, gate, grad_x and grad_gate
+  Dtype dtype;         // dtype of grad, x, gate, grad_x and grad_gate
   Dtype weight_dtype;
   bool gate_first;
   double weight_offset;
@@ -59,7 +59,7 @@ struct GatedNormBackward {
   int64_t grad_stride;  // from token to token
   int64_t x_stride;
   int64_t gate_stride;
-  void* workspace;  // of the size that cpu::split() returns; CUDA launchers allocate theirs
+  void* workspace;  // has the size that cpu::split() returns; CUDA launchers allocate theirs
 };
 
 namespace cpu {
@@ -67,7 +67,8 @@ namespace cpu {
 /// Computes the tokens begin <= token < end.
 TORCHKILN_EXPORT Status gated_norm(const GatedNorm& arguments, int64_t begin, int64_t end);
 
-/// Tasks are chunks of tokens; results are the elements of grad_weight, if that is wanted.
+/// The split of a backward: tasks are chunks of tokens; results are the elements of grad_weight, if
+/// that is wanted.
 TORCHKILN_EXPORT Split split(const GatedNormBackward& arguments);
 
 /// Computes grad_x and grad_gate of the chunks begin <= chunk < end, and writes their partial sums
@@ -83,8 +84,8 @@ TORCHKILN_EXPORT Status gated_norm_backward_finish(const GatedNormBackward& argu
 
 namespace cuda {
 
-/// Whether the kernels take these rows: the registers of a block or, in the forward pass, of a
-/// cluster have to hold a group of a token.
+/// Whether the kernels support these rows: a group of a token must fit in the registers of a block
+/// or, in the forward pass, of a cluster.
 TORCHKILN_EXPORT bool holds_rows(const GatedNorm& arguments);
 TORCHKILN_EXPORT bool holds_rows(const GatedNormBackward& arguments);
 

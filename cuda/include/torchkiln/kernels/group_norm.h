@@ -19,9 +19,9 @@ struct GroupLayout {
   bool channels_last;
 
   TORCHKILN_FUNCTION int64_t channels_per_group() const { return channels / groups; }
-  /// Groups of all samples.
+  /// Groups per tensor: those of all samples.
   TORCHKILN_FUNCTION int64_t all_groups() const { return batch * groups; }
-  /// Elements of a group.
+  /// Elements per group.
   TORCHKILN_FUNCTION int64_t count() const { return channels_per_group() * inner; }
 };
 
@@ -34,8 +34,8 @@ struct GroupNorm {
   void* y;
   /// [3, batch, groups] of the compute type: the mean, rounded; its rounding error; rstd.
   void* statistics;
-  Dtype dtype;            // of x and y
-  Dtype parameter_dtype;  // of weight and bias: dtype, or float32 for half precision
+  Dtype dtype;            // dtype of x and y
+  Dtype parameter_dtype;  // dtype of weight and bias: dtype, or float32 for half precision
   Activation activation;
   double eps;
   GroupLayout layout;  // of x and y
@@ -51,15 +51,15 @@ struct GroupNormBackward {
   const void* x;
   const void* weight;
   const void* bias;
-  const void* statistics;  // of the forward
-  void* grad_x;            // null if not wanted, like the following
-  void* grad_weight;       // of parameter_dtype
+  const void* statistics;  // from forward
+  void* grad_x;            // null if not wanted; so are the gradients below
+  void* grad_weight;       // has parameter_dtype
   void* grad_bias;
   Dtype dtype;
   Dtype parameter_dtype;
   Activation activation;
   GroupLayout layout;
-  void* workspace;  // of the size that cpu::split() returns; CUDA launchers allocate theirs
+  void* workspace;  // has the size that cpu::split() returns; CUDA launchers allocate theirs
 };
 
 namespace cpu {
@@ -67,7 +67,7 @@ namespace cpu {
 /// Computes statistics and y of the groups begin <= group < end of all samples.
 TORCHKILN_EXPORT Status group_norm(const GroupNorm& arguments, int64_t begin, int64_t end);
 
-/// Tasks are the groups of all samples; results are the channels.
+/// The split of a backward: tasks are the groups of all samples; results are the channels.
 TORCHKILN_EXPORT Split split(const GroupNormBackward& arguments);
 
 /// Computes grad_x and the sums over each channel for the groups begin <= group < end.

@@ -27,7 +27,7 @@ struct Matmul {
   const void* residual;  // [batch, m, n], contiguous; null if there is none
   void* out;             // [batch, m, n], contiguous
   void* preactivation;   // a b * scale + bias, [batch, m, n], contiguous; null if not wanted
-  Dtype dtype;           // of all tensors except bias
+  Dtype dtype;           // dtype of all tensors except bias
   Dtype bias_dtype;      // dtype, or float32 for half precision
   Activation activation;
   double scale;
@@ -37,7 +37,8 @@ struct Matmul {
   int64_t k;
 };
 
-/// The backward of a gate, fused into the product that computes the gradient of the gate's output:
+/// The backward of a gate in the epilogue of the product that computes the gradient of the gate's
+/// output:
 ///   grad = a b, [grad_gate, grad_up] = the gradients of activation(gate) * up
 /// `out` of the product receives activation(gate) * up; grad is not written. The product has no
 /// bias, residual or preactivation.
@@ -47,7 +48,7 @@ struct GateGradient {
   void* grad_gate_up;   // [m, 2 n], contiguous; may be gate_up
 };
 
-/// A copy of rows of 16-bit elements, which may have any alignment.
+/// Copies rows of 16-bit elements with any alignment.
 struct CopyRows {
   const void* from;     // [rows, columns]
   void* to;             // [rows, to_columns]; columns from `columns` on become 0
@@ -55,10 +56,10 @@ struct CopyRows {
   int64_t to_stride;
   int64_t rows;
   int64_t columns;
-  int64_t to_columns;  // at least `columns`
+  int64_t to_columns;  // at least `columns`; the others are zeroed
 };
 
-/// The implementations.
+/// The kernels for a product.
 enum class MatmulKernel : int32_t {
   sm90,         // wgmma and TMA, compute capability 9.0
   tensor_core,  // mma of warps in half precision, from compute capability 8.0 on
@@ -73,21 +74,22 @@ inline const char* name_of(MatmulKernel kernel) {
 
 namespace cuda {
 
-/// The fastest kernel for this product on the current device, according to measurements.
-/// `has_library`: whether the caller can call cuBLAS; otherwise `library` is never returned.
+/// The fastest kernel for this product on the current device, as measured. `has_library`: whether
+/// the caller can call cuBLAS; otherwise `library` is never returned.
 TORCHKILN_EXPORT MatmulKernel choose(const Matmul& arguments, bool has_library);
 
 /// Runs on the current device, queued on `stream`, with a kernel that choose() returned. k is not
 /// split over blocks, so results are bitwise reproducible.
 TORCHKILN_EXPORT Status matmul(const Matmul& arguments, MatmulKernel kernel, CUstream_st* stream);
 
-/// Whether one kernel for a product and a gate was measured to take less time than two kernels on
-/// the current device. In the first overload the columns of b are those of gate, then of up, and
-/// out is [m, n / 2]: activation(gate) * up for [gate, up] = a b + bias, rounded to the dtype.
+/// Whether one kernel for a product and a gate takes less time on the current device, as measured,
+/// than two kernels. In the first overload the columns of b are those of gate, then of up, and out
+/// is [m, n / 2]: activation(gate) * up for [gate, up] = a b + bias, rounded to the dtype.
 TORCHKILN_EXPORT bool gains_from_gate(const Matmul& arguments);
 TORCHKILN_EXPORT bool gains_from_gate(const GateGradient& arguments);
 
-/// Runs that kernel on the current device, queued on `stream`. Results are bitwise reproducible.
+/// Runs the kernel for a product and a gate on the current device, queued on `stream`. Results are
+/// bitwise reproducible.
 TORCHKILN_EXPORT Status matmul_gate(const Matmul& arguments, CUstream_st* stream);
 TORCHKILN_EXPORT Status matmul_gate(const GateGradient& arguments, CUstream_st* stream);
 

@@ -27,9 +27,9 @@ struct Norm {
   uint8_t* data;         // [rows, columns]: y, rounded to `dtype`, as `data` of Quantize; null: not
                          // wanted
   float* scale;          // [blocks of 128 columns, rows], as `scale` of Quantize
-  Dtype dtype;           // of x, y and sum; with `data` not float64
+  Dtype dtype;           // dtype of x, y and sum; with `data` not float64
   Dtype residual_dtype;  // dtype, or half precision if dtype is float32
-  Dtype weight_dtype;    // of weight and bias: dtype, or float32 for half precision
+  Dtype weight_dtype;    // dtype of weight and bias: dtype, or float32 for half precision
   bool centered;         // layer norm; else RMS norm
   bool rounds_normalized;
   double eps;
@@ -55,7 +55,7 @@ struct NormBackward {
   void* grad_x;          // [rows, columns], contiguous; null if not wanted
   void* grad_weight;     // [columns] of weight_dtype; null if not wanted
   void* grad_bias;       // [columns] of weight_dtype; null if not wanted and for RMS norm
-  Dtype dtype;           // of grad, grad_sum, z and grad_x
+  Dtype dtype;           // dtype of grad, grad_sum, z and grad_x
   Dtype weight_dtype;
   bool centered;
   double weight_offset;
@@ -64,7 +64,7 @@ struct NormBackward {
   int64_t grad_row_stride;
   int64_t grad_sum_row_stride;
   int64_t z_row_stride;
-  void* workspace;  // of the size that cpu::split() returns; CUDA launchers allocate theirs
+  void* workspace;  // has the size that cpu::split() returns; CUDA launchers allocate theirs
 };
 
 namespace cpu {
@@ -72,7 +72,8 @@ namespace cpu {
 /// Computes the rows begin <= row < end.
 TORCHKILN_EXPORT Status norm(const Norm& arguments, int64_t begin, int64_t end);
 
-/// Tasks are chunks of rows; results are the columns, if a parameter's gradient is wanted.
+/// The split of a backward: tasks are chunks of rows; results are the columns, if a parameter's
+/// gradient is wanted.
 TORCHKILN_EXPORT Split split(const NormBackward& arguments);
 
 /// Computes grad_x for the chunks begin <= chunk < end, and writes their partial sums to the
@@ -88,9 +89,9 @@ TORCHKILN_EXPORT Status norm_backward_finish(const NormBackward& arguments, int6
 
 namespace cuda {
 
-/// Runs on the current device, queued on `stream`. Rows that the registers of a block or a cluster
-/// hold are read once. Longer rows are split among blocks and read twice, the second time
-/// from L2 if a row fits there.
+/// Runs on the current device, queued on `stream`. Rows that fit in the registers of a block or a
+/// cluster are read once. Longer rows are split among blocks and read twice, the second time from
+/// L2 if a row fits there.
 TORCHKILN_EXPORT Status norm(const Norm& arguments, Allocate allocate, CUstream_st* stream);
 
 /// Computes all gradients. No atomics: results are bitwise reproducible.

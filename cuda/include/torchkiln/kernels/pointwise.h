@@ -10,7 +10,7 @@ namespace cpu {
 /// out[i] = a[i] + b[i] for begin <= i < end. Ranges may run on different threads.
 TORCHKILN_EXPORT Status add(const Elementwise<2>& arguments, int64_t begin, int64_t end);
 
-// a * b + c has four functions, because each operand may be a tensor or a number.
+// a * b + c is four functions, because each operand may be a tensor or a number.
 
 /// out[i] = a[i] * b[i] + c[i] for begin <= i < end
 TORCHKILN_EXPORT Status multiply_add(const Elementwise<3>& arguments, int64_t begin, int64_t end);

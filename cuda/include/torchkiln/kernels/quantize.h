@@ -8,7 +8,7 @@ struct CUstream_st;
 
 namespace torchkiln {
 
-/// Elements that share a scale: along a row, and for a square also along a column.
+/// Elements along a row that share a scale; in a square also along a column.
 inline constexpr int kScaledElements = 128;
 
 /// Writes matrices in E4M3, one byte per element, and scales in float32: x = data * scale. A scale
@@ -23,7 +23,7 @@ struct Quantize {
   Dtype dtype;
   int64_t rows;
   int64_t columns;
-  int64_t stride;  // between the rows of x
+  int64_t stride;  // elements from one row of x to the next
 
   uint8_t* data;  // [rows, columns]; null: not wanted
   float* scale;   // [blocks of a row, rows], or [blocks of rows, scale_stride] for squares
@@ -31,7 +31,7 @@ struct Quantize {
   bool square;  // one scale for 128 x 128 elements of data, else for 128 elements of a row
 
   uint8_t* transposed;      // [columns, rows]; null: not wanted
-  float* transposed_scale;  // as `scale`, of the transposed matrix
+  float* transposed_scale;  // scales of the transposed matrix, as `scale`
   int64_t transposed_scale_stride;
   bool transposed_square;  // always, if `square`
 
@@ -51,7 +51,7 @@ struct QuantizeGated {
   const void* grad;  // [rows, columns], columns adjacent, as gate and up
   const void* gate;
   const void* up;
-  int64_t grad_stride;  // between rows
+  int64_t grad_stride;  // elements from one row to the next
   int64_t gate_stride;
   int64_t up_stride;
   Activation activation;  // one of Gates
@@ -70,16 +70,16 @@ namespace cuda {
 /// Runs on the current device, queued on `stream`.
 TORCHKILN_EXPORT Status quantize(const Quantize& arguments, CUstream_st* stream);
 
-/// Whether quantize_gated() takes these tensors: rows of whole 16-byte vectors and, for gradients,
-/// half precision, a multiple of 16 rows, whole blocks of 128 columns of gate, and a GPU with
-/// enough shared memory.
+/// Whether quantize_gated() supports these tensors: rows of whole 16-byte vectors and, for
+/// gradients, half precision, a multiple of 16 rows, whole blocks of 128 columns of gate, and a GPU
+/// with enough shared memory.
 TORCHKILN_EXPORT bool takes(const QuantizeGated& arguments);
 
 /// Runs on the current device, queued on `stream`.
 TORCHKILN_EXPORT Status quantize_gated(const QuantizeGated& arguments, CUstream_st* stream);
 
-/// Whether torch's product of matrices with these scales runs on the current device, whose compute
-/// capability must be 9.0.
+/// Whether the current device, which must have compute capability 9.0, can run torch's product of
+/// matrices with these scales.
 TORCHKILN_EXPORT bool has_block_products();
 
 }  // namespace cuda

@@ -9,7 +9,7 @@ struct CUstream_st;
 
 namespace torchkiln {
 
-/// Cosines or sines of the pairs: one row for each [batch, token], or for each row of a table.
+/// Cosines or sines of the pairs: a row per [batch, token], or the rows of a table.
 struct RopeFactors {
   const void* data;
   int64_t batch_stride;  // 0 for a table
@@ -22,7 +22,7 @@ struct TokenRows {
   const void* positions;  // null: row i for token i of a batch
   bool are_64_bit;        // int64, else int32
   int64_t stride[2];      // from batch to batch, from token to token
-  int64_t rows;           // a token with a position outside of [0, rows) has no row
+  int64_t rows;           // a token whose position is outside of [0, rows) has no row
 };
 
 /// The rotation of a head: with c = cos[i] and s = sin[i], or -sin[i] if `inverse`,
@@ -33,12 +33,12 @@ struct TokenRows {
 struct RopeAngles {
   RopeFactors cos;
   RopeFactors sin;
-  int64_t factor_step;  // from pair to pair
-  TokenRows rows;       // of the factors; a token without a row gives NaN
+  int64_t factor_step;  // elements from pair to pair
+  TokenRows rows;       // in cos and sin; a token without a row becomes NaN
   Dtype factor_dtype;   // the dtype of the heads, or float32 for half precision
   bool interleaved;
   bool inverse;
-  int64_t rotary;  // even
+  int64_t rotary;  // elements of a head that are rotated; even
 };
 
 /// The heads of the queries or of the keys. Strides count elements; the elements of a head are
@@ -64,8 +64,8 @@ struct Rope {
 /// The largest head_dim of a QkvNormRope.
 inline constexpr int64_t kMostHeadElements = 1024;
 
-/// The elements of a token that are normalized together: none, each head, or all heads of the
-/// queries and all heads of the keys.
+/// The elements of a token that are normalized together: none; those of each head; or all heads of
+/// the queries, and all heads of the keys.
 enum class QkvNorm { none, head, all };
 
 /// Queries, keys and values of a packed projection. Each head of the queries and keys is normalized
@@ -79,7 +79,7 @@ struct QkvNormRope {
   const void* weight[2];  // of queries and keys: [norm_size(kind)], contiguous; null for ones
   void* out[3];           // q, k, v: [batch, tokens, (kv_)heads, head_dim], head elements adjacent
   int64_t out_stride[3][3];  // from batch to batch, token to token and head to head
-  TokenRows places;          // of k and v in out; k and v of a token without a row are not written
+  TokenRows places;  // rows of k and v in out; k and v of a token without a row are not written
   RopeAngles angles;
   Dtype dtype;
   Dtype weight_dtype;  // dtype, or float32 for half precision
@@ -92,7 +92,7 @@ struct QkvNormRope {
   int64_t kv_heads;
   int64_t head_dim;  // at most kMostHeadElements
 
-  /// Elements that are normalized together: of the queries (kind 0) or the keys (1).
+  /// Elements that are normalized together, in the queries (kind 0) or the keys (kind 1).
   int64_t norm_size(int kind) const {
     return norm != QkvNorm::all ? head_dim : (kind == 0 ? heads : kv_heads) * head_dim;
   }
@@ -109,14 +109,14 @@ struct CacheMask {
   int64_t length;  // keys
 };
 
-/// Gradients of QkvNormRope, whose `out` is not used.
+/// The gradients of QkvNormRope. `forward.out` is not used.
 struct QkvNormRopeBackward {
   QkvNormRope forward;
   const void* grad[3];        // of q, k, v; null for zeros
   int64_t grad_stride[3][3];  // from batch to batch, token to token and head to head
   void* grad_qkv;             // [batch, tokens, heads + 2 * kv_heads, head_dim], contiguous
   void* grad_weight[2];       // [norm_size(kind)] of weight_dtype; null if not wanted
-  void* workspace;  // of the size that cpu::split() returns; CUDA launchers allocate theirs
+  void* workspace;  // has the size that cpu::split() returns; CUDA launchers allocate theirs
 };
 
 namespace cpu {
@@ -126,7 +126,8 @@ TORCHKILN_EXPORT Status rope(const Rope& arguments, int64_t begin, int64_t end);
 TORCHKILN_EXPORT Status qkv_norm_rope(const QkvNormRope& arguments, int64_t begin, int64_t end);
 TORCHKILN_EXPORT Status cache_mask(const CacheMask& arguments, int64_t begin, int64_t end);
 
-/// Tasks are chunks of tokens; results are the elements of the gradients of both weights.
+/// The split of a backward: tasks are chunks of tokens; results are the elements of the gradients
+/// of both weights.
 TORCHKILN_EXPORT Split split(const QkvNormRopeBackward& arguments);
 
 /// Computes grad_qkv for the chunks begin <= chunk < end, and writes the chunks' partial sums of
@@ -134,7 +135,7 @@ TORCHKILN_EXPORT Split split(const QkvNormRopeBackward& arguments);
 TORCHKILN_EXPORT Status qkv_norm_rope_backward(const QkvNormRopeBackward& arguments, int64_t begin,
                                                int64_t end);
 
-/// Adds the sums of all chunks.
+/// Adds the sums of all chunks for the elements begin <= i < end of both gradients.
 TORCHKILN_EXPORT Status qkv_norm_rope_backward_finish(const QkvNormRopeBackward& arguments,
                                                       int64_t begin, int64_t end);
 
@@ -145,7 +146,8 @@ namespace cuda {
 /// Runs on the current device, queued on `stream`: one kernel for all heads.
 TORCHKILN_EXPORT Status rope(const Rope& arguments, CUstream_st* stream);
 
-/// One kernel, or two for one norm over all heads of few tokens. Results are bitwise reproducible.
+/// Runs on the current device, queued on `stream`: one kernel, or two for one norm over all heads
+/// of few tokens. Results are bitwise reproducible.
 TORCHKILN_EXPORT Status qkv_norm_rope(const QkvNormRope& arguments, Allocate allocate,
                                       CUstream_st* stream);
 

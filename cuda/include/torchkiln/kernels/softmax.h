@@ -19,8 +19,8 @@ struct RowMask {
   bool any() const { return data != nullptr || causal; }
 };
 
-/// Longest rows, in bytes, whose elements need not be adjacent for a CUDA kernel to be fast: a
-/// block has at least 8 of them, so few long ones leave SMs idle.
+/// Longest rows, in bytes, of non-adjacent elements for which a CUDA kernel is fast. A block has at
+/// least 8 such rows, so a few long ones would leave SMs idle.
 constexpr int64_t most_strided_bytes(int64_t rows) { return rows < 512 ? 4 * 1024 : 24 * 1024; }
 
 /// y = softmax(x * scale), or its logarithm, over the middle dimension of [outer, length, inner].
@@ -33,14 +33,14 @@ struct Softmax {
   int64_t outer;
   int64_t length;
   int64_t inner;
-  int64_t outer_stride;  // of x, in elements; stride = 1 and inner_stride = 1 are fast
+  int64_t outer_stride;  // of x, in elements; fastest if stride or inner_stride is 1
   int64_t stride;
   int64_t inner_stride;  // ignored if inner is 1
   RowMask mask;          // of the `outer` rows; only if inner is 1
 };
 
 /// grad_x = (grad - sum of (grad * y)) * y * scale; for the logarithm, (grad - exp(y) * sum of
-/// grad) * scale. 0 for elements that took no part.
+/// grad) * scale. 0 for elements that the mask excludes.
 struct SoftmaxBackward {
   const void* grad;
   const void* y;  // contiguous

@@ -7,11 +7,12 @@ struct CUstream_st;
 
 namespace torchkiln {
 
-/// A batch of sparse matrices in compressed rows. Batch stride 0: all matrices share the pattern.
+/// A batch of sparse matrices in compressed rows. If the batch stride is 0, all matrices share the
+/// pattern.
 struct CsrPattern {
   const void* crow;  // [batch, rows + 1]: row r has the entries crow[r] <= e < crow[r + 1]
   const void* col;   // [batch, entries], in any order within a row
-  bool wide;         // both are int64; else both are int32
+  bool wide;         // crow and col are int64; else both are int32
   int64_t rows;
   int64_t columns;
   int64_t entries;  // per matrix
@@ -26,13 +27,13 @@ struct DenseRows {
   int64_t batch_stride;  // 0: all batches share one matrix
 };
 
-/// out[b] = A[b] dense[b]. `order` selects the value of each entry, for transposed patterns.
+/// out[b] = A[b] dense[b]. For transposed patterns, `order` selects the value of each entry.
 struct Spmm {
   CsrPattern pattern;
   const void* values;    // [batch, entries]
   const int32_t* order;  // [batch, entries]: index of each entry's value; null: entry e has value e
   DenseRows dense;       // [batch, columns, width]
-  int64_t column_stride = 1;  // of dense; others than 1 only if reads_columns()
+  int64_t column_stride = 1;  // of dense; not 1 only if reads_columns()
   void* out;                  // [batch, rows, width], contiguous
   Dtype dtype;
   int64_t batch;
@@ -42,9 +43,9 @@ struct Spmm {
   void* workspace;  // set by the CUDA launcher
 };
 
-/// Whether cuda::spmm() should read `dense`, whose columns are contiguous, in place. Few entries
-/// read a sector of 32 bytes each for an element; a copy in rows reads and writes all elements, at
-/// about an eighth of the speed.
+/// Whether cuda::spmm() should read `dense`, whose columns are contiguous, in place. If there are
+/// few entries, each element that they need costs a sector of 32 bytes. A copy in rows reads and
+/// writes all elements, at about an eighth of the speed.
 inline bool reads_columns(const Spmm& p) {
   const int64_t matrices = p.dense.batch_stride == 0 ? 1 : p.batch;
   return p.column_stride != 1 && p.dense.row_stride == 1 &&
@@ -52,13 +53,13 @@ inline bool reads_columns(const Spmm& p) {
              matrices * p.pattern.columns * static_cast<int64_t>(size_of(p.dtype));
 }
 
-/// out[b, e] = the dot product of row i of left[b] and row j of right[b], for entry e at (i, j);
-/// `summed`: added over the batch.
+/// out[b, e] = the dot product of row i of left[b] and row j of right[b], for entry e at (i, j). If
+/// `summed`, the results are added over the batch.
 struct SampledProduct {
   CsrPattern pattern;
   DenseRows left;             // [batch, rows, width]
   DenseRows right;            // [batch, columns, width]
-  int64_t column_stride = 1;  // of right; others than 1 only if reads_columns()
+  int64_t column_stride = 1;  // of right; not 1 only if reads_columns()
   void* out;                  // [batch, entries] or, if summed, [entries]; contiguous
   Dtype dtype;
   int64_t batch;
@@ -66,7 +67,8 @@ struct SampledProduct {
   bool summed;  // only for a pattern that all batches share
 };
 
-/// Whether cuda::sampled_product() should read `right` in place, for the same reason.
+/// Whether cuda::sampled_product() should read `right` in place, for the reason of
+/// reads_columns(Spmm).
 inline bool reads_columns(const SampledProduct& p) {
   return p.column_stride != 1 && p.right.row_stride == 1 && p.batch == 1 &&
          2 * p.pattern.entries <= p.pattern.columns * static_cast<int64_t>(size_of(p.dtype));
@@ -77,21 +79,21 @@ inline bool reads_columns(const SampledProduct& p) {
 /// (columns + 1), the column of each entry (entries) and the index of each entry's value (entries).
 struct CsrTranspose {
   CsrPattern pattern;
-  int64_t batch;  // of patterns
+  int64_t batch;  // number of patterns
   int32_t* out;   // [batch, columns + 1 + 2 * entries]
 };
 
 /// The number of elements of a packed transposed pattern.
 inline int64_t packed_size(int64_t columns, int64_t entries) { return columns + 1 + 2 * entries; }
 
-/// Faults of a pattern, one bit each. `unsorted` means that the columns of a row do not ascend:
+/// Faults of a pattern, one bit each. `unsorted`: the columns of a row do not ascend. This is
 /// allowed, except in a transposed pattern, where it means duplicate entries.
 enum class CsrFault : int32_t { begin = 1, end = 2, order = 4, column = 8, unsorted = 16 };
 
-/// Sets in *faults the bit of each fault that any pattern has.
+/// Sets, in *faults, the bits of all faults that any pattern has.
 struct CsrCheck {
   CsrPattern pattern;
-  int64_t batch;  // of patterns
+  int64_t batch;  // number of patterns
   int32_t* faults;
 };
 
