@@ -20,7 +20,7 @@ _loader.load(_package, _folder)
 
 from torchkiln import nn  # noqa: E402
 from torchkiln.aoti import aoti_options  # noqa: E402
-from torchkiln.ops import _flops, _messages, _on_import, _sharding  # noqa: E402
+from torchkiln.ops import _flops, _messages, _on_import, _over_logits, _sharding  # noqa: E402
 from torchkiln.ops.activation import (  # noqa: E402
     gelu,
     gelu_tanh,
@@ -89,6 +89,8 @@ from torchkiln.trace import explain  # noqa: E402
 _on_import.when_imported(_flops.MODULE, _flops.register_flops)
 _on_import.when_imported(_sharding.MODULE, _sharding.register_rules)
 _on_import.when_imported(_messages.MODULE, _messages.shorten_messages)
+_on_import.when_imported(_over_logits.CACHE, _over_logits.key_by_donations)
+_on_import.when_imported(_over_logits.LOWERINGS, _over_logits.lower_backward)
 
 __version__: str = _record["version"]
 

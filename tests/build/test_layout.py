@@ -26,6 +26,7 @@ SHARED = {
         "_folding",
         "_messages",
         "_on_import",
+        "_over_logits",
         "_pair_fp8",
         "_pool",
         "_sharding",

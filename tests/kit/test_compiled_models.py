@@ -291,4 +291,16 @@ def test_the_table_chooses(tmp_path: Path) -> None:
     assert choice("swiglu", torch.empty(3, 100))
     assert not choice("swiglu", torch.empty(3, 3000))
     assert not choice("swiglu", torch.empty(3, 100, dtype=torch.bfloat16))
-    assert not Choice()("swiglu", torch.empty(3, 100))  # a CPU has no measured times
+    assert not Choice()("swiglu", torch.empty(3, 100))  # nothing was measured on a CPU
+
+
+def test_a_variant_has_a_row_of_its_own() -> None:
+    call = {"kind": "calls", "dtype": "float32", "shape": [8, 64]}
+    times = {"torchkiln": {"seconds": 1.0}, "compile": {"seconds": 2.0}}
+    run = [
+        call | {"op": op, "variant": variant, "direction": direction, "times": times}
+        for op, variant in (("linear", "padded"), ("linear", ""), ("group_norm", "padded"))
+        for direction in ("forward", "backward")
+    ]
+    found = table_of({"environment": {}, "rows": run})["rows"]
+    assert [row["op"] for row in found] == ["linear", "padded_linear"]

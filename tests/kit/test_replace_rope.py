@@ -316,14 +316,12 @@ def test_autocast_keeps_the_dtype(calls: list[torch.dtype]) -> None:
         assert bool(calls) == is_ours
 
 
-def test_compiles_in_one_graph(calls: list[torch.dtype]) -> None:
+def test_exported_and_traced_models_run_as_before(calls: list[torch.dtype]) -> None:
     model, x = made(Attention), batch()
     expected = model(x)
     torchkiln.replace(model, only="rope")
-    compiled: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x), expected)
-    assert not calls
     assert torch.equal(torch.export.export(model, (x,)).module()(x), expected)
+    assert not calls
     with pytest.warns(DeprecationWarning, match="torch.jit.trace"):
         assert torch.equal(torch.jit.trace(model, (x,))(x), expected)
 

@@ -12,6 +12,7 @@
 #include "cross_entropy/overwrite.h"
 #include "torchkiln/torch/empty.h"
 #include "torchkiln/torch/ops.h"
+#include "torchkiln/torch/written.h"
 
 namespace torchkiln::cross_entropy_ops {
 namespace {
@@ -149,18 +150,40 @@ struct Backward {
   }
 };
 
+/// Writes the gradient over the logits. Inductor calls this op where it would call Backward on
+/// logits that are not read again: see src/torchkiln/ops/_over_logits.py.
+struct BackwardInPlace {
+  static constexpr const char* kName = "cross_entropy_backward";
+  static constexpr bool kFlexibleLayout = true;
+  static constexpr const char* kSchema =
+      "torchkiln::_cross_entropy_backward_(Tensor grad, Tensor(a!) logits, Tensor target, "
+      "Tensor? weight, Tensor state, int ignore_index, str reduction, float label_smoothing, "
+      "float z_loss) -> ()";
+
+  static void meta(const Tensor& grad, const Tensor& logits, const Tensor& target,
+                   const BackwardOptions& options) {
+    check_backward(grad, logits, target, options);
+  }
+
+  static void kernel(const Tensor& grad, const Tensor& logits, const Tensor& target,
+                     const BackwardOptions& options) {
+    check_backward(grad, logits, target, options);
+    if (logits.numel() == 0) return;
+    const MaybeCopy rows = class_rows(logits);
+    const RowState kept = row_state(options.state, rows->size(0), options.reduction);
+    run_backward(kName, grad, *rows, target, options, kept, *rows);
+    if (!rows->is_alias_of(logits))
+      logits.copy_(classes_back(rows->view(classes_last(logits).sizes())));
+    mark_written(logits);
+  }
+};
+
 /// Writes the gradient over the logits and increments their version, so that autograd reports a
 /// later use of their values.
 Tensor overwrite(const Tensor& grad, const Tensor& logits, const Tensor& target,
                  const BackwardOptions& options) {
-  check_backward(grad, logits, target, options);
-  const Tensor found = logits.detach();  // shares the version counter
-  if (found.numel() > 0) {
-    const MaybeCopy rows = class_rows(found);
-    const RowState kept = row_state(options.state, rows->size(0), options.reduction);
-    run_backward(kName, grad, *rows, target, options, kept, *rows);
-  }
-  found.unsafeGetTensorImpl()->bump_version();
+  Tensor found = logits.detach();  // shares the version counter
+  BackwardInPlace::kernel(grad, found, target, options);
   return found;
 }
 
@@ -334,7 +357,9 @@ struct WithMetrics {
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(torchkiln, m) { define<Forward, Backward, Op, WithMetrics>(m); }
+TORCH_LIBRARY_FRAGMENT(torchkiln, m) {
+  define<Forward, Backward, BackwardInPlace, Op, WithMetrics>(m);
+}
 
 }  // namespace torchkiln::cross_entropy_ops
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
+from torchkiln.ops import _messages
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -101,6 +103,7 @@ class Op:
             former._library._destroy()
             former._is_replaced = True
         _made[self.name] = self
+        _messages.MADE.update((self.name, f"{namespace}::{helper}"))
         library.define(f"{self.short_name}({rest}", tags=tags)
         library.define(
             f"{helper}(Tensor[] grads, bool[] wanted, {parameters}) -> Tensor[]", tags=tags

@@ -1,27 +1,37 @@
-"""Short messages of TorchInductor about the ops of torchkiln, set when its module is imported.
+"""Short messages of TorchInductor about ops of torchkiln and of its kit, set at its import.
 
-For each op that torch 2.11 lowers for the first time, it formats a message with the op's arguments,
-even if the message is not logged. The text of an argument contains the ops that compute it, once
-for each use: the time to compile a model whose residual passes through our ops doubles with each
-layer.
+torch 2.11 prints the arguments of each op that it meets first, in the text of a message that nobody
+logs. An argument prints the ops that it comes from, again for each use: the time to compile a model
+whose residual passes through such ops doubles with each layer.
 """
 
 from types import ModuleType
 from typing import Any
 
+from torchkiln import _C
+
 MODULE = "torch._inductor.exc"
+
+MADE: set[str] = set()
+"""Names of the ops that ``torchkiln.jit`` made."""
 
 
 def shorten_messages(module: ModuleType) -> None:
-    """Leaves the arguments out of messages about our ops; does nothing in a torch without them."""
+    """Leaves the arguments out of messages about ops that jit made, or of a library of the kit.
+
+    That is a namespace with an op of ``torchkiln::define``. Does nothing in a torch without these
+    messages.
+    """
     issue = getattr(module, "OperatorIssue", None)
     usual = getattr(issue, "operator_str", None)
     if issue is None or usual is None:
         return
 
     def operator_str(target: Any, args: Any, kwargs: Any) -> str:
-        """The text of a message about an op."""
-        if str(target).startswith("torchkiln."):
+        """The text about an op."""
+        name = getattr(getattr(target, "_schema", None), "name", "")
+        defined = {other.partition("::")[0] for other in _C.ops_with_c_function()}
+        if name in MADE or name.partition("::")[0] in defined:
             return f"  target: {target}"
         return str(usual(target, args, kwargs))
 

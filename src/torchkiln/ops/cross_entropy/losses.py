@@ -149,7 +149,8 @@ def cross_entropy(
             classes of a row must be adjacent; a leaf that requires a gradient, or a view of one, is
             refused. The op that computed the logits must not read them in its backward (a linear
             layer does not). A later use of the logits in autograd is an error, and so is a second
-            derivative. Under torch.compile and torch.func the gradient is a new tensor.
+            derivative. Under torch.func the gradient is a new tensor. Code of TorchInductor writes
+            it over logits that nothing reads again, whether this is set or not.
         softcap: a number greater than 0: the loss is that of ``softcap * tanh(logits / softcap)``.
             The capped logits are stored in one more tensor, float32 for half precision.
         return_z_loss: whether to return a :class:`CrossEntropyOutput` with the part of the loss

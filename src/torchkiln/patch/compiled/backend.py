@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torchkiln.patch.compiled import gates, losses, norms, ropes
+from torchkiln.patch.compiled import gates, layers, losses, norms, ropes
 from torchkiln.patch.compiled.choice import OPS, Choice
 from torchkiln.patch.compiled.facts import Facts
 from torchkiln.patch.table import given_table, read
@@ -27,7 +27,7 @@ WHERE = "torchkiln.compile"
 
 LOG = logging.getLogger("torchkiln.compile")
 
-KINDS = (norms, gates, ropes, losses)
+KINDS = (norms, gates, ropes, losses, layers)
 
 OWN = ("then", "ours", "table")
 

@@ -18,9 +18,9 @@ from torchkiln.patch.table import SCHEMA, SHIPPED, Timed, given_table, rows_of
 
 OPS = (
     *("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", *gated.OPS, *activation.OPS),
-    *("linear", "rope", "cross_entropy", "linear_cross_entropy"),
+    *("linear", "padded_linear", "rope", "cross_entropy", "linear_cross_entropy"),
 )
-"""The ops of torchkiln that a graph can get."""
+"""The ops that a graph can get; ``padded_linear`` is ``linear`` with sizes that it pads."""
 
 MODULE_OPS = ("dropout_add", "group_norm", "softmax", "log_softmax")
 """Further ops that modules of ``replace`` call."""
@@ -35,9 +35,9 @@ def table_of(record: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[tuple[str, str, int], dict[str, list[float]]] = {}
     for row in record["rows"]:
         times = row["times"]
-        is_large = row["kind"] == "calls" and not row.get("variant")
-        if is_large and row["op"] in known and "compile" in times:
-            of_op = found.setdefault((row["op"], row["dtype"], row["shape"][1]), {})
+        op = "_".join(filter(None, (row.get("variant"), row["op"])))
+        if row["kind"] == "calls" and op in known and "compile" in times:
+            of_op = found.setdefault((op, row["dtype"], row["shape"][1]), {})
             of_op[row["direction"]] = [times[name]["seconds"] for name in ("torchkiln", "compile")]
     rows = []
     for (op, dtype, columns), times in sorted(found.items()):
@@ -64,8 +64,12 @@ def timed(file: Path, op: str, x: Tensor) -> Timed | None:
 
 
 def columns_of(x: Tensor) -> int:
-    """The last size; the size of the example if it is a symbol, which gets no guard."""
-    size: Any = x.shape[-1] if x.dim() else 1
+    """The last size."""
+    return hint_of(x.shape[-1] if x.dim() else 1)
+
+
+def hint_of(size: Any) -> int:
+    """A size; that of the example if it is a symbol, which gets no guard."""
     node = getattr(size, "node", None)
     return int(size) if node is None else int(node.hint or 1)
 

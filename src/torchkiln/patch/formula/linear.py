@@ -12,6 +12,7 @@ from torchkiln.nn.plain import attribute
 from torchkiln.ops.matmul import linear
 from torchkiln.patch.plan import Match, Plan
 from torchkiln.patch.probe import numbers, random_copy
+from torchkiln.patch.table import is_chosen
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -34,13 +35,17 @@ class WideLinear(Plan):
         return "linear"
 
     def fits(self, module: Any, *args: Any) -> bool:
-        """Whether the op takes less time. Not under ``torch.compile``: Inductor pads, too."""
-        if torch.compiler.is_compiling() or is_tracing() or len(args) != 1:
+        """Whether the op takes less time; under ``torch.compile`` only by a table."""
+        if is_tracing() or len(args) != 1:
             return False
         x = args[0]
         if not is_plain(x) or x.is_meta or plain_parameters(module) is None:
             return False
-        return has_unaligned_sizes(module) or sums_gradient(module, x)
+        if torch.compiler.is_compiling():
+            op = "padded_linear" if has_unaligned(module.weight) else "linear"
+            if not is_chosen(op, x, module.weight.shape[0], unmeasured=False):
+                return False
+        return has_unaligned(module.weight) or sums_gradient(module, x)
 
     def forward(self, module: Any, *args: Any, **_: Any) -> Tensor:
         """The result of :func:`torchkiln.linear`."""
@@ -59,10 +64,10 @@ def is_exporting() -> bool:
 
 def find(module: Any) -> Match | str | None:
     """The plan of a layer for which the op takes less time in some calls."""
-    if type(module) is not nn.Linear or not is_wide(module):
+    if type(module) is not nn.Linear or not is_wide(getattr(module, "weight", None)):
         return None
     has_bias = getattr(module, "bias", None) is not None
-    if not has_bias and not has_unaligned_sizes(module):
+    if not has_bias and not has_unaligned(module.weight):
         return None
     if plain_parameters(module) is None:
         return "its parameters are no plain tensors"
@@ -100,19 +105,18 @@ def is_called_as_usual(weight: Tensor, bias: Tensor | None, x: Any) -> bool:
     return same or torch.is_autocast_enabled(x.device.type)
 
 
-def is_wide(module: Any) -> bool:
-    """Whether both sizes of the weight are at least ``LEAST_SIZE``."""
-    weight = getattr(module, "weight", None)
+def is_wide(weight: Any) -> bool:
+    """Whether both sizes of a weight are at least ``LEAST_SIZE``."""
     return isinstance(weight, Tensor) and weight.dim() == 2 and min(weight.shape) >= LEAST_SIZE
 
 
-def has_unaligned_sizes(module: Any) -> bool:
-    """Whether a size of the weight is no multiple of 8 elements, 16 bytes in half precision.
+def has_unaligned(weight: Tensor) -> bool:
+    """Whether a size of a weight is no multiple of 8 elements, 16 bytes in half precision.
 
     Such products are slow in half precision; :func:`torchkiln.linear` pads them.
     """
     lanes = 8
-    return any(size % lanes for size in module.weight.shape)
+    return any(size % lanes for size in weight.shape)
 
 
 def sums_gradient(module: Any, x: Tensor) -> bool:

@@ -8,6 +8,7 @@ rewritten to record its results, if its source shows that the halves are equal.
 from __future__ import annotations
 
 import ast
+import itertools
 import weakref
 from collections.abc import Collection
 from functools import partial
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from torchkiln.patch.source.dropout import is_read
 from torchkiln.patch.source.layer import captured
@@ -33,12 +34,56 @@ KNOWN: dict[int, tuple[weakref.ref[Tensor], str]] = {}
 
 
 def noted(results: tuple[Any, Any], factors: str, *scales: Any) -> tuple[Any, Any]:
-    """Record that cos and sin have each factor twice, if they were only scaled by numbers."""
-    if not is_compiling() and all(type(scale) in (int, float) for scale in scales):
+    """Note that cos and sin have each factor twice, if they were only scaled by numbers."""
+    if is_compiling() and not is_dynamo_compiling():
+        return results
+    if all(type(scale) in (int, float) for scale in scales):
         for x in results:
-            if type(x) is Tensor and not x.is_inference() and x._version == 0:
-                KNOWN[id(x)] = weakref.ref(x, partial(forget, id(x))), factors
+            note(x, factors)
     return results
+
+
+def note(x: Any, factors: str) -> None:
+    """Note a tensor: values of Dynamo have no identity, but attributes."""
+    if is_dynamo_compiling():
+        if type(x) is Tensor:
+            x._kiln_factors = factors, trace_number()  # type: ignore[attr-defined]
+    elif type(x) is Tensor and not x.is_inference() and x._version == 0:
+        KNOWN[id(x)] = weakref.ref(x, partial(forget, id(x))), factors
+
+
+NUMBERS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+NEXT = itertools.count()
+
+
+def trace_number() -> int:
+    """The number of Dynamo's trace.
+
+    A noted tensor that leaves the graph keeps its attribute, even if it is changed then.
+    """
+    context = torch._guards.TracingContext.get()
+    if context not in NUMBERS:
+        NUMBERS[context] = next(NEXT)
+    return NUMBERS[context]
+
+
+# As for torchkiln.patch.table.limits.
+trace_number._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+LIBRARY = torch.library.Library("torchkiln", "FRAGMENT")
+LIBRARY.define("_changes(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def changes(x: Tensor) -> Tensor:
+    """An empty tensor with as many rows as ``x`` was changed in place; 1 in inference mode.
+
+    In a trace its shape is known. Nothing uses it, so that no code is made of it.
+    """
+    return x.new_empty(1 if x.is_inference() else x._version, 0)
+
+
+for key in ("CompositeExplicitAutograd", "Meta"):
+    LIBRARY.impl("_changes", changes, key)
 
 
 def forget(key: int, _: weakref.ref[Tensor]) -> None:
@@ -52,6 +97,11 @@ def factors_of(x: Tensor) -> str:
     Known for a recorded tensor that was not changed since. A tensor that requires a gradient counts
     as unknown: the op reads only one of two equal columns, so the other would get no gradient.
     """
+    if is_dynamo_compiling():
+        factors, number = getattr(x, "_kiln_factors", ("", -1))
+        if not factors or number != trace_number() or x.requires_grad:
+            return ""
+        return "" if torch.ops.torchkiln._changes.default(x).shape[0] else factors
     known, factors = KNOWN.get(id(x), (None, ""))
     if known is None or known() is not x or x.is_inference() or x.requires_grad:
         return ""

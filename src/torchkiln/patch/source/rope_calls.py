@@ -12,17 +12,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
+from torchkiln.nn.plain import MISSING
 from torchkiln.ops._folding import is_transformed
 from torchkiln.patch.compare import Comparison
-from torchkiln.patch.formula.rotation import Dtypes, Ranks, Rotation
+from torchkiln.patch.formula.linear import is_exporting
+from torchkiln.patch.formula.reads import Reads, found
+from torchkiln.patch.formula.rotation import Dtypes, Form, Ranks, Rotation
 from torchkiln.patch.formula.rotation_proof import Prover, Rotate, compared
 from torchkiln.patch.formula.terms import NoFormulaError
 from torchkiln.patch.formula.watch import is_users
 from torchkiln.patch.source.angles import factors_of
 from torchkiln.patch.source.code import blocks
 from torchkiln.patch.source.loss_calls import assigned, known_value
+from torchkiln.patch.table import stays
 
 ROPE = "_kiln_rope"
 """The helper in rewritten source: its argument is the called function."""
@@ -48,33 +52,67 @@ class RopeCall(NamedTuple):
 
 
 def rope_of(called: Any) -> Any:
-    """The op for a proven function; any other value unchanged, as the name may be bound again.
-
-    Under ``torch.compile`` the function is returned, too: Dynamo's values have no identity by which
-    :func:`factors_of` knows cos and sin. The backend finds rotations in the graph.
-    """
-    if is_compiling() or is_transformed() or type(called) is not FunctionType:
+    """The op for a proven function; any other value stays: the name may have a new value."""
+    if type(called) is not FunctionType:
         return called
-    known = KNOWN.get(called)
-    return called if known is None else partial(rotated, called, known)
+    if is_dynamo_compiling() and not is_exporting():
+        return partial(rotated, called)
+    if is_compiling() or is_transformed():
+        return called
+    return partial(rotated, called) if called in KNOWN else called
 
 
-def rotated(called: FunctionType, known: Proofs, *args: Any, **options: Any) -> Any:
+def rotated(called: FunctionType, *args: Any, **options: Any) -> Any:
     """``called(*args, **options)``, by the op where it takes the call."""
     q, k, cos, sin, *constants = args
     if all(type(x) is Tensor and not x.is_nested for x in (q, k, cos, sin)):
-        found = known.get((tuple(constants), tuple(options.items())))
-        rotation = found.get((q.dim(), cos.dim())) if isinstance(found, dict) else None
-        if rotation is not None and takes(rotation, q, k, cos, sin):
+        given = tuple(constants), tuple(options.items())
+        search = compiled_rotation if is_compiling() else rotation_of
+        rotation = search(called, given, (q.dim(), cos.dim()), (q.dtype, cos.dtype))
+        is_chosen = not is_compiling() or stays("rope", q)
+        if rotation is not None and is_chosen and takes(rotation, q, k, cos, sin):
             return rotation.rotated(q, k, cos, sin)
     return called(*args, **options)
+
+
+def rotation_of(
+    called: FunctionType, constants: Constants, ranks: Ranks, dtypes: Dtypes
+) -> Rotation | None:
+    """The rotation that a function was proven to compute."""
+    proofs = KNOWN.get(called, {}).get(constants)
+    rotation = proofs.get(ranks) if isinstance(proofs, dict) else None
+    return None if rotation is None or dtypes not in rotation.dtypes else rotation
+
+
+def settings_of(*call: Any) -> tuple[Any, ...]:
+    """What :func:`rotation_of` returns, as values of Python, with the globals that it reads."""
+    rotation = rotation_of(*call)
+    if rotation is None or not rotation.reads.hold(None):
+        return ()
+    paths = tuple(path for path, _ in rotation.reads.values)
+    return tuple(rotation.form), rotation.is_partial, rotation.is_dense, paths
+
+
+# As for torchkiln.patch.table.limits.
+settings_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def compiled_rotation(*call: Any) -> Rotation | None:
+    """The same in Dynamo, which guards the globals that it reads."""
+    settings = settings_of(*call)
+    if not settings:
+        return None
+    form, is_partial, is_dense, paths = settings
+    if any(found(None, path) is MISSING for path in paths):
+        return None
+    return Rotation(Form(*form), is_partial, is_dense, frozenset(), Reads((), ()))
 
 
 def takes(rotation: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """Whether the op computes the result of the function, also in dtype and layout."""
     form = rotation.form
     is_alike = q.dtype is k.dtype and cos.dtype is sin.dtype and cos.shape == sin.shape
-    if not is_alike or q.dim() != k.dim() or (q.dtype, cos.dtype) not in rotation.dtypes:
+    if not is_alike or q.dim() != k.dim():
         return False
     if any(x.layout is not torch.strided or x.device != q.device for x in (q, k, cos, sin)):
         return False
@@ -104,7 +142,8 @@ def is_ordered(x: Tensor) -> bool:
     """
     *outer, one, other, last = zip(x.stride(), x.shape, strict=True)
     least = 1
-    for stride, size in (last, *sorted((one, other)), *outer):
+    middle = (one, other) if one[0] <= other[0] else (other, one)
+    for stride, size in (last, *middle, *outer):
         if size == 1:
             continue
         if stride < least:
@@ -115,7 +154,7 @@ def is_ordered(x: Tensor) -> bool:
 
 def rewrite_ropes(node: ast.FunctionDef, function: FunctionType) -> list[RopeCall]:
     """Rewrite ``q, k = function(q, k, cos, sin)`` for proven functions; returns the calls."""
-    found: list[RopeCall] = []
+    calls: list[RopeCall] = []
     own = set(assigned(node))
     for call in pair_calls(node):
         called = known_value(call.func, function.__globals__, own)
@@ -128,17 +167,17 @@ def rewrite_ropes(node: ast.FunctionDef, function: FunctionType) -> list[RopeCal
             proof = proof_of(called, constants)
         if isinstance(proof, str):
             if {"cos", "sin"} <= set(inspect.signature(called).parameters):
-                found.append(RopeCall(reason=f"{called.__name__}: {proof}"))
+                calls.append(RopeCall(reason=f"{called.__name__}: {proof}"))
             continue
         assert not isinstance(constants, str)
         needed = {rotation.form.factors for rotation in proof.values()}
         is_free = bool(needed & {"pairs", "first"})
         (ranks, rotation), *_ = proof.items()
         compare = partial(compared, with_constants(called, constants), rotation.form, ranks)
-        found.append(RopeCall(frozenset() if is_free else frozenset(needed), compare=compare))
+        calls.append(RopeCall(frozenset() if is_free else frozenset(needed), compare=compare))
         made = ast.Call(ast.Name(ROPE, ast.Load()), [call.func], [])
         call.func = ast.fix_missing_locations(ast.copy_location(made, call.func))
-    return found
+    return calls
 
 
 def pair_calls(node: ast.FunctionDef) -> Iterator[ast.Call]:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torchkiln.nn.plain import has_hooks, is_torchs
 from torchkiln.ops._folding import is_transformed
 from torchkiln.ops.reduction import sum as sum_of
-from torchkiln.patch.formula.linear import has_unaligned_sizes, is_wide, plain_parameters
+from torchkiln.patch.formula.linear import has_unaligned, is_wide, plain_parameters
 from torchkiln.patch.fp8 import outputs_in_fp8
 from torchkiln.patch.plan import plan_of
 from torchkiln.patch.source.code import blocks
@@ -110,8 +110,7 @@ def gains(x: Any, layers: tuple[Any, ...]) -> bool:
     """Whether backward adds gradients of a large input, and all layers are torch's."""
     if type(x) is not Tensor or not x.requires_grad or not torch.is_grad_enabled():
         return False
-    # Inductor sums the gradients in one kernel. Products that add their result were not measured
-    # against it.
+    # Inductor, too, makes each product after the first add its result to the sum.
     if x.numel() < LEAST_INPUT or is_compiling() or is_transformed():
         return False
     if torch.is_autocast_enabled(x.device.type):
@@ -127,13 +126,13 @@ def gains(x: Any, layers: tuple[Any, ...]) -> bool:
 def takes_shared(layer: Any) -> bool:
     """Whether a layer is torch's, with a product that needs no padding."""
     is_plain_layer = parameters_of(layer) is not None
-    return is_plain_layer and not has_hooks(layer) and not has_unaligned_sizes(layer)
+    return is_plain_layer and not has_hooks(layer) and not has_unaligned(layer.weight)
 
 
 def is_sharable(layer: Any) -> bool:
     """Whether a layer is wide, and its product needs no padding."""
-    has_plain = plain_parameters(layer) is not None
-    return is_wide(layer) and has_plain and not has_unaligned_sizes(layer)
+    parameters = plain_parameters(layer)
+    return parameters is not None and is_wide(parameters[0]) and not has_unaligned(parameters[0])
 
 
 def is_alike(weight: Tensor, x: Tensor) -> bool:

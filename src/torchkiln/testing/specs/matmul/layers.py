@@ -216,6 +216,15 @@ def linear_bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int
     return Sample("bench", (x, weight / shape[1] ** 0.5, bias, "gelu"))
 
 
+def linear_bench_variants(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
+) -> Iterator[tuple[str, Sample]]:
+    """A layer with one output more than a multiple of 8, without a bias, as a head of classes."""
+    x, weight = matmul_bench(device, dtype, shape).args
+    odd = torch.cat([weight, weight[:1]]) / shape[1] ** 0.5
+    yield "padded", Sample("bench", (x, odd))
+
+
 def linear_large(device: torch.device) -> Sample:
     """A call of a layer with more than 2**31 outputs."""
     x, weight = wide(device)
@@ -278,6 +287,7 @@ LINEAR = OpSpec(
     ),
     invalid=linear_invalid,
     bench=linear_bench,
+    bench_variants=linear_bench_variants,
     large=linear_large,
     operations=lambda sample: products(sample.args[0], sample.args[1].T),
     backward_traffic=linear_backward_traffic,
