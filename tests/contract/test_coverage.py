@@ -71,14 +71,6 @@ GATES_OF_PRODUCERS = {"swiglu_fp8", "geglu_fp8"}
 # A helper of conv_bn_act that returns whether another op is faster.
 CHOICES = {"_pixel_conv_gains"}
 
-# Helpers of torchkiln.distributed; tests/ops/test_cross_entropy_shard.py checks them.
-SHARDS = {
-    "_cross_entropy_shard",
-    "_cross_entropy_shard_backward",
-    "_logprob_shard",
-    "_logprob_shard_backward",
-}
-
 EVERY = with_forms(SPECS)
 
 
@@ -93,7 +85,7 @@ def registered() -> set[str]:
 def test_every_op_has_a_spec() -> None:
     covered = {spec.overload._schema.name.partition("::")[2] for spec in EVERY}
     covered |= {helper for spec in EVERY for helper in spec.helpers}
-    covered |= CHOICES | SHARDS | PARTS | OF_PRODUCERS
+    covered |= CHOICES | PARTS | OF_PRODUCERS
     covered |= {*ops_names.QUANTISING, *ops_names.PRODUCERS, "_gated_fp8"} - GATES_OF_PRODUCERS
     assert registered() == covered
 
