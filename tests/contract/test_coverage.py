@@ -34,16 +34,8 @@ OTHER_FUNCTIONS = {
 
 UNLISTED = {name for family in ops_names.UNLISTED.values() for name in family}
 
-# bn_act of the processes of a group, its parts between collectives, and the module that calls it;
-# tests/ops/test_sync_batch_norm.py checks them.
-PARTS = {
-    "_sync_bn_act",
-    "_sync_bn_statistics",
-    "_sync_bn_forward",
-    "_sync_bn_backward_sums",
-    "_sync_bn_backward_input",
-}
-OF_PARTS = {"SyncBatchNormAct"}
+# bn_act of the processes of a group in a module, which tests/ops/test_sync_batch_norm.py checks.
+OF_PROCESSES = {"SyncBatchNormAct"}
 
 # Modules of an op for other ranks of its input; tests/ops/test_batch_norm.py checks them.
 OTHER_RANKS = {"BatchNormAct1d", "BatchNormAct3d"}
@@ -85,7 +77,7 @@ def registered() -> set[str]:
 def test_every_op_has_a_spec() -> None:
     covered = {spec.overload._schema.name.partition("::")[2] for spec in EVERY}
     covered |= {helper for spec in EVERY for helper in spec.helpers}
-    covered |= CHOICES | PARTS | OF_PRODUCERS
+    covered |= CHOICES | OF_PRODUCERS
     covered |= {*ops_names.QUANTISING, *ops_names.PRODUCERS, "_gated_fp8"} - GATES_OF_PRODUCERS
     assert registered() == covered
 
@@ -125,7 +117,7 @@ def test_functions_are_reachable_where_they_are_written() -> None:
 def test_every_module_has_a_spec() -> None:
     cpu = torch.device("cpu")
     made = {type(spec.module(cpu, torch.float32)) for spec in SPECS if spec.module is not None}
-    offered = set(torchkiln.nn.__all__) - OTHER_RANKS - COMPOSED - OF_PARTS
+    offered = set(torchkiln.nn.__all__) - OTHER_RANKS - COMPOSED - OF_PROCESSES
     assert {getattr(torchkiln.nn, name) for name in offered} == made
 
 
