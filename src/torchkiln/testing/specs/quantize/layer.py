@@ -169,7 +169,10 @@ def invalid(device: torch.device) -> Iterator[Invalid]:
     yield good.changed(words, weight=weight.to("meta"))
 
 
-NO_TRANSFORMS = "rounding to float8_e4m3fn has no derivative; the op refuses by name"
+NO_TRANSFORMS = dict.fromkeys(
+    ("vmap", "func_grad", "vmap_of_grad", "func_jvp", "forward_mode"),
+    "rounding to float8_e4m3fn has no derivative; the op refuses by name",
+)
 
 LINEAR_FP8 = OpSpec(
     op=torchkiln.linear_fp8,
@@ -191,9 +194,7 @@ LINEAR_FP8 = OpSpec(
     threads_matter=True,
     composed=True,
     helpers=("quantize_both", "quantize_weight", "_quantized_product"),
-    excluded=dict.fromkeys(
-        ("vmap", "func_grad", "vmap_of_grad", "func_jvp", "forward_mode"), NO_TRANSFORMS
-    )
+    excluded=NO_TRANSFORMS
     | {
         "gradients_that_are_recorded": "no second derivative; the op refuses by name",
         "opcheck_helpers": "torch's check multiplies arguments, and has no product of E4M3",
