@@ -32,6 +32,9 @@ Target = Callable[[Given], Tensor]
 
 NO_BATCHES = "torch has no batching rule for ops that write into their arguments"
 COLLECTIVES = "every process runs each collective once: reverse mode and first derivatives"
+COMPUTED_SIZES = "torch.compile fails for two calls of an autograd.Function with computed sizes"
+TRANSFORMS = ("vmap", "func_grad", "vmap_of_grad", "func_jvp", "forward_mode")
+"""The checks of torch.func and of forward mode."""
 NOT_SHARDED = "the check compares the shards of results that a call returns"
 DENSE = ("contiguous", "offset by one element")
 

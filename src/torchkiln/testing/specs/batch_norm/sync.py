@@ -15,7 +15,15 @@ from torch.autograd.function import once_differentiable
 
 from torchkiln.ops.batch_norm import sync_bn_act
 from torchkiln.testing.check import UnavailableError
-from torchkiln.testing.forms import COLLECTIVES, NO_BATCHES, Renamed, Written, form_of
+from torchkiln.testing.forms import (
+    COLLECTIVES,
+    COMPUTED_SIZES,
+    NO_BATCHES,
+    TRANSFORMS,
+    Renamed,
+    Written,
+    form_of,
+)
 from torchkiln.testing.sample import Invalid, Sample
 from torchkiln.testing.specs.batch_norm import parts, whole
 from torchkiln.typing import Activation
@@ -26,14 +34,8 @@ HELPERS = (
     *("_sync_bn_backward_sums", "_sync_bn_backward_input"),
 )
 REVERSE_MODE = dict.fromkeys(
-    (
-        *("vmap", "func_grad", "vmap_of_grad", "func_jvp", "forward_mode"),
-        *("gradcheck", "gradgradcheck", "gradients_that_are_recorded"),
-    ),
-    COLLECTIVES,
+    (*TRANSFORMS, "gradcheck", "gradgradcheck", "gradients_that_are_recorded"), COLLECTIVES
 )
-
-SYMBOLIC = "torch.compile fails for two calls of an autograd.Function with computed sizes"
 
 
 def counts_of(x: Tensor) -> list[int]:
@@ -147,7 +149,7 @@ APART = replace(
     helpers=HELPERS,
     excluded={
         **REVERSE_MODE,
-        "compile_aot_eager": SYMBOLIC,
+        "compile_aot_eager": COMPUTED_SIZES,
         "bad_input": "the parts are called with checked arguments; test_sync_batch_norm.py",
     },
 )

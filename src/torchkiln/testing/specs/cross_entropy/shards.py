@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from torchkiln.testing.check import UnavailableError
+from torchkiln.testing.forms import COMPUTED_SIZES, TRANSFORMS
 from torchkiln.testing.sample import Sample
 from torchkiln.testing.spec import OpSpec
 from torchkiln.testing.specs.cross_entropy import logits, logprob
 
 ops = torch.ops.torchkiln
 ONE_PROCESS = "backward of a shard is for reverse mode and first derivatives"
-SYMBOLIC = "torch.compile fails for two calls of an autograd.Function with computed sizes"
 
 
 @dataclass(frozen=True)
@@ -213,11 +213,8 @@ def of_shards(parent: OpSpec, op: Any) -> OpSpec:
         waits_for=(),
         forms=(),
         excluded={
-            **dict.fromkeys(
-                ("vmap", "func_grad", "vmap_of_grad", "func_jvp", "forward_mode"), ONE_PROCESS
-            ),
-            **dict.fromkeys(("gradcheck", "gradgradcheck"), ONE_PROCESS),
-            "compile_aot_eager": SYMBOLIC,
+            **dict.fromkeys((*TRANSFORMS, "gradcheck", "gradgradcheck"), ONE_PROCESS),
+            "compile_aot_eager": COMPUTED_SIZES,
             "bad_input": "its callers check; tests/ops/test_cross_entropy_shard.py",
         },
     )

@@ -18,6 +18,7 @@ import torchkiln
 from torchkiln.testing.compare import steps
 from torchkiln.testing.data import normal
 from torchkiln.testing.derive import layer
+from torchkiln.testing.forms import TRANSFORMS
 from torchkiln.testing.refusals import SPARSE, GoodCall
 from torchkiln.testing.sample import Invalid, Sample
 from torchkiln.testing.spec import OpSpec
@@ -170,8 +171,7 @@ def invalid(device: torch.device) -> Iterator[Invalid]:
 
 
 NO_TRANSFORMS = dict.fromkeys(
-    ("vmap", "func_grad", "vmap_of_grad", "func_jvp", "forward_mode"),
-    "rounding to float8_e4m3fn has no derivative; the op refuses by name",
+    TRANSFORMS, "rounding to float8_e4m3fn has no derivative; the op refuses by name"
 )
 
 LINEAR_FP8 = OpSpec(
