@@ -17,11 +17,10 @@ from torchkiln.testing.validation import with_forms
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Functions beside the ops: spmm calls spmm_csr, csr_transpose is its helper. The bits of E4M3 are
-# compared in tests/ops/test_quantize.py and test_fp8_norms.py.
+# What the package offers beside ops: spmm is spmm_csr of the parts of a tensor, csr_transpose its
+# helper. A form of linear_fp8 calls all functions that quantise.
 OTHER_FUNCTIONS = {
     *ops_names.QUANTISING,
-    *ops_names.PRODUCERS,
     "aoti_options",
     "build_info",
     "include_path",
@@ -34,16 +33,8 @@ OTHER_FUNCTIONS = {
 
 UNLISTED = {name for family in ops_names.UNLISTED.values() for name in family}
 
-# bn_act over the processes of a group: the ops before and after its collectives, and the module.
-# tests/ops/test_sync_batch_norm.py checks them.
-PARTS = {
-    "_sync_bn_act",
-    "_sync_bn_statistics",
-    "_sync_bn_forward",
-    "_sync_bn_backward_sums",
-    "_sync_bn_backward_input",
-}
-OF_PARTS = {"SyncBatchNormAct"}
+# bn_act of the processes of a group in a module, which tests/ops/test_sync_batch_norm.py checks.
+OF_PROCESSES = {"SyncBatchNormAct"}
 
 # Modules of an op for other numbers of dimensions; tests/ops/test_batch_norm.py checks them.
 OTHER_RANKS = {"BatchNormAct1d", "BatchNormAct3d"}
@@ -62,28 +53,8 @@ COMPOSED |= {
     "TransformerEncoderLayer",
 }
 
-# Helpers of ops that write E4M3.
-OF_PRODUCERS = {"_norm_fp8_forward", "_add_norm_fp8_forward", "_gated_fp8_backward"}
-
-# swiglu_fp8 and geglu_fp8 call the same op.
-GATES_OF_PRODUCERS = {"swiglu_fp8", "geglu_fp8"}
-
 # A helper of conv_bn_act that returns whether another op is faster.
 CHOICES = {"_pixel_conv_gains"}
-
-# A helper that Inductor's code calls; tests/ops/test_cross_entropy_compiled.py checks it.
-OF_INDUCTOR = {"_cross_entropy_backward_"}
-
-# A helper of torchkiln.replace in a trace; tests/kit/test_replace_rope_compiled.py checks it.
-OF_TRACES = {"_changes"}
-
-# Helpers of torchkiln.distributed; tests/ops/test_cross_entropy_shard.py checks them.
-SHARDS = {
-    "_cross_entropy_shard",
-    "_cross_entropy_shard_backward",
-    "_logprob_shard",
-    "_logprob_shard_backward",
-}
 
 EVERY = with_forms(SPECS)
 
@@ -99,9 +70,7 @@ def registered() -> set[str]:
 def test_every_op_has_a_spec() -> None:
     covered = {spec.overload._schema.name.partition("::")[2] for spec in EVERY}
     covered |= {helper for spec in EVERY for helper in spec.helpers}
-    covered |= CHOICES | OF_INDUCTOR | OF_TRACES | SHARDS | PARTS | OF_PRODUCERS
-    covered |= {*ops_names.QUANTISING, *ops_names.PRODUCERS, "_gated_fp8"} - GATES_OF_PRODUCERS
-    assert registered() == covered
+    assert registered() == covered | CHOICES
 
 
 def test_helpers_have_an_underscore() -> None:
@@ -139,7 +108,7 @@ def test_functions_are_reachable_where_they_are_written() -> None:
 def test_every_module_has_a_spec() -> None:
     cpu = torch.device("cpu")
     made = {type(spec.module(cpu, torch.float32)) for spec in SPECS if spec.module is not None}
-    offered = set(torchkiln.nn.__all__) - OTHER_RANKS - COMPOSED - OF_PARTS
+    offered = set(torchkiln.nn.__all__) - OTHER_RANKS - COMPOSED - OF_PROCESSES
     assert {getattr(torchkiln.nn, name) for name in offered} == made
 
 

@@ -142,6 +142,23 @@ inline void run_sum(const char* op, const at::Tensor& where, const LossSum& argu
       [&](int64_t, int64_t) { return cpu::loss_sum(arguments); });
 }
 
+/// Sets what both passes read: the logits, their targets, and the state of the rows.
+template <class Problem>
+void set_rows(Problem& problem, const at::Tensor& rows, const TargetView& view,
+              const LossOptions& options, const RowState& kept) {
+  problem.logits = rows.const_data_ptr();
+  problem.dtype = dtype_of(rows);
+  problem.target = view.arguments;
+  problem.z_loss = options.z_loss;
+  problem.rows = rows.size(0);
+  problem.classes = rows.size(1);
+  problem.row_stride = rows.stride(0);
+  problem.log_sum_exp = kept.log_sum_exp;
+  problem.mass = kept.mass;
+  problem.target_weight = kept.target_weight;
+  problem.is_logprob = options.is_logprob;
+}
+
 /// Computes the loss and the state of each row, and `total` if it is not null.
 inline void run_forward(const char* op, const at::Tensor& logits, const at::Tensor& target,
                         const LossOptions& options, const at::Tensor& losses, const RowState& kept,
@@ -150,20 +167,10 @@ inline void run_forward(const char* op, const at::Tensor& logits, const at::Tens
   const at::Tensor& rows = *logit_rows;
   const TargetView view = view_target(target, options, losses.scalar_type());
   CrossEntropy arguments{};
-  arguments.logits = rows.const_data_ptr();
-  arguments.dtype = dtype_of(rows);
-  arguments.target = view.arguments;
-  arguments.z_loss = options.z_loss;
-  arguments.rows = rows.size(0);
-  arguments.classes = rows.size(1);
-  arguments.row_stride = rows.stride(0);
+  set_rows(arguments, rows, view, options, kept);
   arguments.loss = losses.data_ptr();
-  arguments.log_sum_exp = kept.log_sum_exp;
-  arguments.mass = kept.mass;
-  arguments.target_weight = kept.target_weight;
   if (options.accuracy) arguments.correct = kept.correct;
   arguments.sum = kept.sum;
-  arguments.is_logprob = options.is_logprob;
   arguments.scale = options.scale;
   arguments.entropy = kept.entropy;
   std::atomic<const char*> error{nullptr};  // of CPU threads; does not name the bad value
@@ -200,20 +207,10 @@ inline void run_backward(const char* op, const at::Tensor& grad, const at::Tenso
   arguments.grad_dtype = dtype_of(grads);
   arguments.grad_stride = each ? grads.stride(0) : 0;
   arguments.divisor = kept.divisor;
-  arguments.logits = rows.const_data_ptr();
-  arguments.dtype = dtype_of(rows);
-  arguments.target = view.arguments;
-  arguments.z_loss = options.z_loss;
-  arguments.rows = rows.size(0);
-  arguments.classes = rows.size(1);
-  arguments.row_stride = rows.stride(0);
-  arguments.log_sum_exp = kept.log_sum_exp;
-  arguments.mass = kept.mass;
-  arguments.target_weight = kept.target_weight;
+  set_rows(arguments, rows, view, options, kept);
   arguments.grad_logits = out.data_ptr();
   arguments.grad_logits_dtype = dtype_of(out);
   arguments.grad_logits_row_stride = out.stride(0);
-  arguments.is_logprob = options.is_logprob;
   arguments.factor = options.scale;
   if (grad_entropy.defined()) {
     arguments.entropy = kept.entropy;

@@ -24,7 +24,18 @@ void check_shard(const char* op, const Tensor& logits, const Tensor& target,
               " classes of all shards");
 }
 
-/// The options of a shard: without z-loss, and without a division for the mean.
+/// Checks the numbers of whole rows, [count, rows], that the forward of all shards gave.
+void check_state(const char* op, const Tensor& state, int64_t count, const Tensor& logits) {
+  const at::ScalarType compute = compute_dtype(logits.scalar_type());
+  const c10::SymInt rows = sym_row_count(logits);
+  TORCH_CHECK(state.scalar_type() == compute && state.is_contiguous() && state.dim() == 2 &&
+                  state.sym_size(0) == count && state.sym_size(1) == rows,
+              "torchkiln.", op, ": state: got ", dtype_name(state.scalar_type()), " ",
+              state.sym_sizes(), ", expected contiguous ", dtype_name(compute), " [", count, ", ",
+              rows, "]");
+}
+
+/// The loss of a row has no z-loss and is not reduced to a mean.
 struct ShardOptions : LossOptions {
   ShardOptions() { reduction = LossReduction::sum; }
 
@@ -85,12 +96,7 @@ struct ShardBackward {
     TORCH_CHECK(grad.dim() == 0 || grad.sym_sizes().equals(target.sym_sizes()), "torchkiln.", kName,
                 ": grad: got shape ", grad.sym_sizes(), ", expected [] or that of target, ",
                 target.sym_sizes());
-    const at::ScalarType compute = compute_dtype(logits.scalar_type());
-    TORCH_CHECK(state.scalar_type() == compute && state.is_contiguous() && state.dim() == 2 &&
-                    state.sym_size(0) == 2 && state.sym_size(1) == sym_row_count(logits),
-                "torchkiln.", kName, ": state: got ", dtype_name(state.scalar_type()), " ",
-                state.sym_sizes(), ", expected contiguous ", dtype_name(compute), " [2, ",
-                sym_row_count(logits), "]");
+    check_state(kName, state, 2, logits);
     return empty_contiguous(logits);
   }
 
@@ -179,12 +185,7 @@ struct LogprobShardBackward {
     };
     check_grad("grad", grad);
     check_grad("grad_entropy", options.grad_entropy);
-    const at::ScalarType compute = compute_dtype(logits.scalar_type());
-    TORCH_CHECK(state.scalar_type() == compute && state.is_contiguous() && state.dim() == 2 &&
-                    state.sym_size(0) == 3 && state.sym_size(1) == sym_row_count(logits),
-                "torchkiln.", kName, ": state: got ", dtype_name(state.scalar_type()), " ",
-                state.sym_sizes(), ", expected contiguous ", dtype_name(compute), " [3, ",
-                sym_row_count(logits), "]");
+    check_state(kName, state, 3, logits);
     return empty_contiguous(logits);
   }
   static Tensor kernel(const Tensor& grad, const Tensor& logits, const Tensor& target,

@@ -10,15 +10,6 @@ namespace torchkiln::fp8 {
 
 inline constexpr unsigned kAllLanes = 0xffffffff;
 
-/// Whether any of these magnitudes is infinite.
-template <int kCount>
-__device__ __forceinline__ bool any_infinite(const float (&magnitudes)[kCount]) {
-  float most = 0;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) most = fmaxf(most, magnitudes[i]);
-  return __float_as_uint(most) == kInfinity;
-}
-
 /// Replaces each value by the largest one among kLanes adjacent lanes.
 template <int kLanes, int kCount>
 __device__ __forceinline__ void largest_of_lanes(float (&values)[kCount]) {

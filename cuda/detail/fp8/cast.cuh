@@ -56,9 +56,6 @@ __device__ __forceinline__ float finite_magnitude(float value) {
 __device__ __forceinline__ float scale_of(uint32_t exponent) {
   return __uint_as_float(fp8_scale_bits(exponent));
 }
-__device__ __forceinline__ float reciprocal_of(uint32_t exponent) {
-  return __uint_as_float(fp8_reciprocal_bits(exponent));
-}
 
 /// Rounds two numbers of magnitudes up to 448 to E4M3, `low` into the low byte. NaN becomes 0x7f.
 /// Infinity would become 448, so a caller that has infinite numbers (`any`) must first replace them

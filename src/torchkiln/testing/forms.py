@@ -31,6 +31,10 @@ Given = Mapping[str, Any]
 Target = Callable[[Given], Tensor]
 
 NO_BATCHES = "torch has no batching rule for ops that write into their arguments"
+COLLECTIVES = "every process runs each collective once: reverse mode and first derivatives"
+COMPUTED_SIZES = "torch.compile fails for two calls of an autograd.Function with computed sizes"
+TRANSFORMS = ("vmap", "func_grad", "vmap_of_grad", "func_jvp", "forward_mode")
+"""The checks of torch.func and of forward mode."""
 NOT_SHARDED = "the check compares the shards of results that a call returns"
 DENSE = ("contiguous", "offset by one element")
 
@@ -91,7 +95,8 @@ class Written:
     names: tuple[str, ...] = ()
     """The names of all arguments, which :func:`form_of` takes from the schema."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values of arguments that are optional in the function but not in ``torch.ops``."""
+    """Values of arguments that are optional in the function but not in ``torch.ops``, besides those
+    that are optional in the op."""
 
     def on_copies(self, function: Callable[..., Any] | None = None) -> OnCopies:
         """The function, or another with the same arguments, as :class:`OnCopies`."""
@@ -141,7 +146,7 @@ def form_of(
     names = tuple(argument.name for argument in written.overload._schema.arguments)
     optional = [known[name] for name in names if name in known]
     defaults = {a.name: a.default_value for a in optional if a.has_default_value()}
-    written = replace(written, names=names, defaults=defaults)
+    written = replace(written, names=names, defaults={**defaults, **written.defaults})
     rules = replace(parent.refusals or Refusals(), called=called or name, kinds=kinds)
     rules = rules if words is None else replace(rules, words=words)
     excluded = {"sharding": NOT_SHARDED}

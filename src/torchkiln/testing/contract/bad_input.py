@@ -13,9 +13,13 @@ from torch import Tensor
 
 from torchkiln.testing.check import check
 from torchkiln.testing.compare import Where, bits, require, require_values
+from torchkiln.testing.forms import COLLECTIVES, NO_BATCHES
 from torchkiln.testing.refusals import kinds_of, refused_calls
 from torchkiln.testing.sample import Invalid, Sample
 from torchkiln.testing.spec import OpSpec
+
+REFUSED_FIRST = (NO_BATCHES, COLLECTIVES)
+"""Reasons why a transform is refused before the arguments of the call are checked."""
 
 
 def state(tensors: Iterable[Tensor], device: torch.device) -> list[object]:
@@ -76,10 +80,12 @@ def entries(spec: OpSpec, sample: Sample) -> dict[str, Callable[..., object]]:
     tensors = sample.take(sample.positions)
     if spec.differentiable and tensors and all(t.layout == torch.strided for t in tensors):
         op = sample.bind(spec.op, sample.positions)
-        found["the function under vmap"] = lambda *_, **__: torch.func.vmap(
-            op, randomness="different"
-        )(*(torch.stack([t, t]) for t in tensors))
-        if all(t.is_floating_point() for t in tensors):
+        if spec.excluded.get("vmap") not in REFUSED_FIRST:
+            found["the function under vmap"] = lambda *_, **__: torch.func.vmap(
+                op, randomness="different"
+            )(*(torch.stack([t, t]) for t in tensors))
+        floating = all(t.is_floating_point() for t in tensors)
+        if floating and spec.excluded.get("func_grad") not in REFUSED_FIRST:
             found["the function under vjp"] = lambda *_, **__: torch.func.vjp(op, *tensors)
     return found
 

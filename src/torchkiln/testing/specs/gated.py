@@ -18,6 +18,7 @@ from torchkiln.testing.refusals import SPARSE, GoodCall, Refusals
 from torchkiln.testing.sample import Invalid, Sample
 from torchkiln.testing.spec import OpSpec
 from torchkiln.testing.specs.activation import FORMULAS
+from torchkiln.testing.specs.quantize import quantising
 
 # Shapes of the gate, from the scalar loop to several threads or blocks.
 PACKED = {"typical", "no columns", "prime", "vector and one", "images", "threads"}
@@ -141,6 +142,11 @@ def with_out(parent: OpSpec) -> OpSpec:
     return form_of(parent, function, called=parent.name, kinds=False, **changes)
 
 
-SWIGLU = with_forms(gated("swiglu", "silu", torchkiln.nn.SwiGLU), with_out)
-GEGLU = gated("geglu", "gelu", torchkiln.nn.GEGLU)
+def in_fp8(parent: OpSpec) -> OpSpec:
+    """The gate in E4M3."""
+    return quantising(parent, "_gated_fp8", "_gated_backward")
+
+
+SWIGLU = with_forms(gated("swiglu", "silu", torchkiln.nn.SwiGLU), with_out, in_fp8)
+GEGLU = with_forms(gated("geglu", "gelu", torchkiln.nn.GEGLU), in_fp8)
 GEGLU_TANH = gated("geglu_tanh", "gelu_tanh", partial(torchkiln.nn.GEGLU, "tanh"))

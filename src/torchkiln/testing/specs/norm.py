@@ -19,6 +19,7 @@ from torchkiln.testing.forms import Given, Written, form_of, with_forms
 from torchkiln.testing.refusals import GoodCall, Refusals
 from torchkiln.testing.sample import Invalid, Result, Sample, Traffic
 from torchkiln.testing.spec import OpSpec
+from torchkiln.testing.specs.quantize import quantising
 
 # Shapes of x, and numbers of last sizes that are normalized together: one row and one column, no
 # row and no column, every vector tail, narrow and long rows, many rows (the gradients of weight and
@@ -377,15 +378,21 @@ def on_both(parent: OpSpec) -> OpSpec:
     return form_of(parent, function, kinds=False, inputs=same_dtypes)
 
 
+def in_fp8(parent: OpSpec) -> OpSpec:
+    """The norm in E4M3."""
+    name = "_add_norm_fp8_forward" if "add" in parent.name else "_norm_fp8_forward"
+    return quantising(parent, name, "_norm_backward")
+
+
 LAYER_NORM = with_forms(
-    norm("layer_norm", torchkiln.nn.LayerNorm, centered=True, residual=False), with_out
+    norm("layer_norm", torchkiln.nn.LayerNorm, centered=True, residual=False), with_out, in_fp8
 )
 RMS_NORM = with_forms(
-    norm("rms_norm", torchkiln.nn.RMSNorm, centered=False, residual=False), with_out
+    norm("rms_norm", torchkiln.nn.RMSNorm, centered=False, residual=False), with_out, in_fp8
 )
 ADD_LAYER_NORM = with_forms(
-    norm("add_layer_norm", torchkiln.nn.AddLayerNorm, centered=True, residual=True), on_both
+    norm("add_layer_norm", torchkiln.nn.AddLayerNorm, centered=True, residual=True), on_both, in_fp8
 )
 ADD_RMS_NORM = with_forms(
-    norm("add_rms_norm", torchkiln.nn.AddRMSNorm, centered=False, residual=True), on_both
+    norm("add_rms_norm", torchkiln.nn.AddRMSNorm, centered=False, residual=True), on_both, in_fp8
 )

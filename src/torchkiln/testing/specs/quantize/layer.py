@@ -25,6 +25,7 @@ from torchkiln.testing import scaled_product
 from torchkiln.testing.compare import steps
 from torchkiln.testing.data import drawn_size, drawn_sizes, normal
 from torchkiln.testing.derive import layer
+from torchkiln.testing.forms import TRANSFORMS
 from torchkiln.testing.refusals import SPARSE, GoodCall
 from torchkiln.testing.sample import Invalid, Sample
 from torchkiln.testing.spec import OpSpec
@@ -219,7 +220,9 @@ def invalid(device: torch.device) -> Iterator[Invalid]:
     yield good.changed(words, weight=weight.to("meta"))
 
 
-NO_TRANSFORMS = "rounding to float8_e4m3fn has no derivative; the op refuses by name"
+NO_TRANSFORMS = dict.fromkeys(
+    TRANSFORMS, "rounding to float8_e4m3fn has no derivative; the op refuses by name"
+)
 
 LINEAR_FP8 = OpSpec(
     op=torchkiln.linear_fp8,
@@ -242,9 +245,7 @@ LINEAR_FP8 = OpSpec(
     threads_matter=True,
     composed=True,
     helpers=("quantize_both", "quantize_weight", "_quantized_product"),
-    excluded=dict.fromkeys(
-        ("vmap", "func_grad", "vmap_of_grad", "func_jvp", "forward_mode"), NO_TRANSFORMS
-    )
+    excluded=NO_TRANSFORMS
     | {
         "gradients_that_are_recorded": "no second derivative; the op refuses by name",
         "opcheck_helpers": "torch's check multiplies arguments, and has no product of E4M3",
