@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -71,6 +72,21 @@ def pytest_collection_finish() -> None:
     Each would take half a second longer, and the tests of memory make many.
     """
     gc.freeze()
+
+
+MODULES = pytest.StashKey[int]()
+MANY = 200
+"""Modules whose objects take a collection of garbage tens of milliseconds."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Leave the modules that tests have imported out of later collections, too."""
+    known = item.config.stash.setdefault(MODULES, len(sys.modules))
+    if len(sys.modules) > known + MANY:
+        gc.collect()
+        gc.freeze()
+        item.config.stash[MODULES] = len(sys.modules)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
