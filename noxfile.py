@@ -30,6 +30,9 @@ ANY_CPU = {"TORCHKILN_CPU_INSTRUCTIONS": "all"}  # for wheels that leave this ma
 MINORS = [version.rpartition(".")[0] for version in PYPROJECT["tool"]["torchkiln"]["torches"]]
 PACKAGING = Path("tests/packaging").resolve()
 
+# Where this variable is set, each process compiles the 1,400 files of torch that it imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Prints the version that torch requires of the CUDA toolkit, or nothing for a torch without CUDA.
 TOOLKIT_OF_TORCH = """
 import importlib.metadata, re

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 import torchkiln
 from torchkiln import testing
-from torchkiln.testing.contract import CHECKS
+from torchkiln.testing.contract import CHECKS, state
 from torchkiln.testing.contract.cuda import rest_of_block
 from torchkiln.testing.specs.bias_act import BIAS_ACT
 from torchkiln.testing.specs.pointwise import ADD
@@ -327,7 +327,7 @@ BROKEN: list[Row] = [
     ("calls_from_several_threads", SharedScratch.apply, torch.float32, "thread .* bitwise equal"),
     ("no_recompilation_storm", unrolled, torch.float32, "5 sizes took 5 graphs"),
     ("compile_policy", stays_an_op, torch.float32, "the graph has .*torchkiln.add"),
-    ("no_memory_growth", leaks, torch.float32, "9000 calls kept .* bytes of the C library"),
+    ("no_memory_growth", leaks, torch.float32, "1000 calls kept .* bytes of the C library"),
     ("subclasses", drops_the_subclass, torch.float32, "expected <class"),
     ("bad_input", vague, torch.float32, "expected RuntimeError matching"),
 ]
@@ -342,7 +342,8 @@ BROKEN_ON_CUDA: list[Row] = [
 
 
 @pytest.mark.parametrize("row", BROKEN, ids=title)
-def test_a_broken_op_is_found(row: Row) -> None:
+def test_a_broken_op_is_found(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "TRIES", state.TRIES[:2])  # test_a_leak_of_each_call has all four
     show(row, torch.device("cpu"))
     KEPT.clear()
 

@@ -93,13 +93,17 @@ def keeps_bytes(x: Tensor, other: Tensor) -> Tensor:
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
 @pytest.mark.parametrize("torch_keeps", [False, True])
 def test_bytes_that_each_call_keeps(*, torch_keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A leak of bytes is reported, except if torch's own op leaks, too."""
+    """The same leak is reported, or left out if torch's own op has it.
+
+    Two of the four tries are enough for that; test_a_leak_of_each_call has all.
+    """
+    monkeypatch.setattr(state, "TRIES", state.TRIES[:2])
     leaking = dataclasses.replace(ADD, op=keeps_bytes)
     if torch_keeps:
         monkeypatch.setattr(torch, "add", keeps_bytes)
         CHECKS["no_memory_growth"].run(leaking, torch.device("cpu"), torch.float32)
     else:
-        with pytest.raises(AssertionError, match=rf"9000 calls kept \d+ {BYTES}$"):
+        with pytest.raises(AssertionError, match=rf"1000 calls kept \d+ {BYTES}$"):
             CHECKS["no_memory_growth"].run(leaking, torch.device("cpu"), torch.float32)
 
 

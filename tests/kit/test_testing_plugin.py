@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import torch
+from processes import forked
 
 import torchkiln
 from torchkiln import testing
@@ -23,20 +23,22 @@ PACKAGE = Path(__file__).parents[1] / "foreign_package"
 FOLDER = str(Path(torchkiln.__path__[-1]).parent)
 
 
-def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run pytest in this folder, in a new process."""
+START = """
+import os, sys, warnings
+import pytest
+warnings.simplefilter("ignore")
+os.chdir(sys.argv[1])
+sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
+sys.exit(pytest.main(sys.argv[2:]))
+"""
+
+
+def pytest_in(folder: Path, *arguments: str) -> CompletedProcess[str]:
+    """Run pytest there, in a process of its own."""
     known = (FOLDER, str(folder), os.environ.get("PYTHONPATH"))
     paths = os.pathsep.join(path for path in known if path)
-    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir=.", *arguments)
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", *command],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    options = ("-q", "-p", "no:cacheprovider", "--rootdir=.", *arguments)
+    return forked(START, folder, *options, PYTHONPATH=paths)
 
 
 CHECKED = (None, "opaque", "differentiable", "through_ops")

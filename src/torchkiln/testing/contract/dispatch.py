@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,13 +93,18 @@ def require_same_layout(found: Result, real: Result, where: Where) -> None:
         require(left == right, place, f"{left}, but the real result has {right}")
 
 
+def empty_like(tensor: Tensor, device: torch.device | str | None = None) -> Tensor:
+    """A tensor with the same shape, strides and dtype; a fake one if a mode makes fake tensors."""
+    size, strides = tensor.shape, tensor.stride()
+    return torch.empty_strided(size, strides, dtype=tensor.dtype, device=device or tensor.device)
+
+
+on_meta = partial(empty_like, device="meta")
+
+
 @check(dtypes=FLOATING)
 def meta_and_fake(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """Meta and fake tensors give the shape, dtype and strides of the real result and gradients."""
-
-    def on_meta(tensor: Tensor) -> Tensor:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
     mode = FakeTensorMode()
     for sample in spec.samples(device, dtype):
         if sample.numel > SMALL:
@@ -115,16 +121,16 @@ def meta_and_fake(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> Non
             if key not in known:
                 meta = moved.map(on_meta).call(spec.op)
                 with mode:
-                    known[key] = meta, moved.map(mode.from_tensor).call(spec.op)
+                    known[key] = meta, moved.map(empty_like).call(spec.op)
             meta, fake = known[key]
             require_same_layout(meta, real, where.at("meta"))
             require_same_layout(fake, real, where.at("fake"))
             for (one, other), place in each((fake, real), where.at("fake")):
                 require(one.device == other.device, place, f"on {one.device}")
-        require_same_gradient_layout(spec, sample, on_meta)
+        require_same_gradient_layout(spec, sample)
 
 
-def require_same_gradient_layout(spec: OpSpec, sample: Sample, on_meta: Any) -> None:
+def require_same_gradient_layout(spec: OpSpec, sample: Sample) -> None:
     """Compare the layouts of gradients of the call on meta tensors and of the real call."""
     results = []
     for call in (sample, sample.map(on_meta)):
