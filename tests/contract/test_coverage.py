@@ -17,8 +17,8 @@ from torchkiln.testing.validation import with_forms
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# What the package offers beside ops: spmm is spmm_csr of the parts of a tensor, csr_transpose its
-# helper. A form of linear_fp8 calls all functions that quantise.
+# Functions that are no ops: spmm calls spmm_csr, csr_transpose is its helper. A form of linear_fp8
+# calls all functions that quantise.
 OTHER_FUNCTIONS = {
     *ops_names.QUANTISING,
     "aoti_options",
@@ -56,6 +56,12 @@ COMPOSED |= {
 # A helper of conv_bn_act that returns whether another op is faster.
 CHOICES = {"_pixel_conv_gains"}
 
+# A helper that Inductor's code calls; tests/ops/test_cross_entropy_compiled.py checks it.
+OF_INDUCTOR = {"_cross_entropy_backward_"}
+
+# A helper of torchkiln.replace in a trace; tests/kit/test_replace_rope_compiled.py checks it.
+OF_TRACES = {"_changes"}
+
 EVERY = with_forms(SPECS)
 
 
@@ -70,7 +76,7 @@ def registered() -> set[str]:
 def test_every_op_has_a_spec() -> None:
     covered = {spec.overload._schema.name.partition("::")[2] for spec in EVERY}
     covered |= {helper for spec in EVERY for helper in spec.helpers}
-    assert registered() == covered | CHOICES
+    assert registered() == covered | CHOICES | OF_INDUCTOR | OF_TRACES
 
 
 def test_helpers_have_an_underscore() -> None:
