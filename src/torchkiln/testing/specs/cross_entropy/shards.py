@@ -209,6 +209,7 @@ def of_shards(parent: OpSpec, op: Any) -> OpSpec:
         refusals=None,
         invalid=None,
         module=None,
+        module_inputs=None,
         helpers=(name, f"{name}_backward"),
         waits_for=(),
         forms=(),
