@@ -46,8 +46,8 @@ def test_losses_of_all_engines_are_those_of_one_process(
 def test_losses_of_eight_processes(device: torch.device, tmp_path: Path) -> None:
     if device.type == "cuda" and torch.cuda.device_count() < 8:
         pytest.skip("needs 8 GPUs")
-    options = ("llama", "--dtype", "float64", "--scaling", "strong", "--modules", "torchkiln")
-    options += ("--tiny", "8")
+    options = ["llama", "--dtype", "float64", "--scaling", "strong", "--modules", "torchkiln"]
+    options += ["--tiny", "8"]
     (alone,) = rows(device, 1, tmp_path, *options)
     found = rows(device, 8, tmp_path, *options, "--engines", "tp,fsdp+tp", "--tensor", "4")
     assert [row["engine"] for row in found] == ["tp", "fsdp+tp"]

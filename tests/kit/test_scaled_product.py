@@ -14,8 +14,7 @@ import torchkiln
 from torchkiln.patch.fp8 import missing
 from torchkiln.testing import scaled_product
 from torchkiln.testing.scaled_product import Cast
-from torchkiln.testing.specs import quantize
-from torchkiln.testing.specs.quantize import LINEAR_FP8
+from torchkiln.testing.specs.quantize import LINEAR_FP8, layer
 
 CPU = torch.device("cpu")
 
@@ -112,7 +111,7 @@ def test_peers_follow_replace(
     monkeypatch.setattr(F, "linear", lambda *_: seen.append("half"))
     monkeypatch.setattr(scaled_product, "linear", lambda *_: seen.append("fp8"))
     x = torch.empty(rows, k, device="meta").as_subclass(OnGpu)
-    quantize.usual(x, torch.empty(n, k, device="meta"))
+    layer.usual(x, torch.empty(n, k, device="meta"))
     assert seen == ["half" if is_compared_with_half else "fp8"]
 
 
