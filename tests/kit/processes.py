@@ -137,9 +137,10 @@ def leaving(program: Path, folder: Path) -> Path:
 
 
 def launched(program: Path, device: torch.device, size: int, folder: Path, *words: str) -> str:
-    """Runs a program in ``size`` processes of torchrun, or in one without it; returns its output.
+    """Runs a program in ``size`` processes, and returns its output.
 
-    Processes on the CPU are forked and get torchrun's variables; those of torchrun import torch.
+    On a GPU torchrun starts them, unless ``size`` is 1. On the CPU they are forked, which saves the
+    import of torch, and several processes get torchrun's variables.
     """
     script = leaving(program, folder)
     words = ("--device", device.type, *words)

@@ -36,7 +36,7 @@ def test_losses_of_all_engines_are_those_of_one_process(
     assert {row["engine"] for row in found} == {"ddp", "fsdp", "tp", "fsdp+tp"}
     (expected,) = {row["loss"] for row in alone if row["modules"] == "torch"}
     for row in (*alone, *found):
-        # RoPE's table is computed in float64 in one of both, in float32 in the other.
+        # The tables of RoPE are in float64 in torchkiln's modules, rounded to float32 in torch's.
         assert row["loss"] == pytest.approx(expected, rel=1e-9), row
         assert 0 < row["least"] <= row["seconds"]
     blocks = {row["engine"] for row in found if row["modules"] == "blocks"}

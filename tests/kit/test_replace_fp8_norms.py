@@ -156,7 +156,6 @@ class OwnAttention(Attention):
         return self.o_proj(v + q) + scale * self.own(hidden_states), None
 
     def own(self, x: Tensor) -> Tensor:
-        """Returns the square of the argument."""
         return x.square()
 
 

@@ -195,7 +195,7 @@ def test_dropped_infinities_leave_no_nan(device: torch.device) -> None:
 
 
 def test_modules(device: torch.device) -> None:
-    """In training the mean is that of torch's dropout and sum; after eval() it is the sum."""
+    """In training equal seeds give equal results; after eval() the result is the sum."""
     x, residual = (torch.randn(64, 10, device=device) for _ in range(2))
     layer: nn.Module
     for layer in (

@@ -179,7 +179,8 @@ void row_loss(const CrossEntropy& p, const Distribution<T>& distribution, int64_
   }
   const double w = index == kNoClass ? 1.0 : distribution.weight(index);
   double loss = distribution.is_spread() ? mass * logarithm - below : 0.0;
-  // An infinite probability times a distance of 0 made the loss NaN; the true loss is infinite.
+  // The loss is NaN if the largest logit, whose logit - shift is 0, has an infinite probability.
+  // The true loss is infinite.
   if (std::isinf(mass) && logarithm > 0) loss = mass;
   if (index != kNoClass) {
     const double own = distribution.target_share(w);

@@ -85,7 +85,7 @@ void run_preactivation(const Tensor& x, const Tensor& weight, const MaybeTensor&
   }
 }
 
-/// The op with torch's matrix product, for an x of rows. Writes `preactivation` if it is defined.
+/// The op with torch's matrix product; x is a matrix. Writes `preactivation` if it is defined.
 /// Does not use cuBLASLt's fused relu, which turns NaN into 0.
 void run_library(const Call& call, const Tensor& out, const Tensor& preactivation) {
   const Tensor &x = call.x, &weight = call.weight;

@@ -108,8 +108,9 @@ inline std::optional<RowPlan> make_row_plan(int64_t vectors, int64_t min_threads
     const std::optional<RowPlan> found = plan(items, cluster_threads, max_blocks);
     return found ? found : plan(items, kRowThreads, max_blocks);
   };
-  // Loads in flight hide the latency of the reduction. With one row, a block uses all its registers
-  // before a second block joins it in a cluster; two rows use them already.
+  // More vectors per thread are more loads in flight, which hide the latency of the reduction. A
+  // thread with one row therefore takes kManyItems before a second block joins in a cluster. With
+  // two rows, kFewItems of each already fill its registers.
   std::optional<RowPlan> found =
       streams == 1 ? plan(kFewItems, kRowThreads, 1) : in_cluster(kFewItems);
   if (!found && streams == 1) found = plan(kManyItems, kRowThreads, 1);

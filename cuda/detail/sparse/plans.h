@@ -14,8 +14,9 @@ struct Chunks {
   int64_t count;  // 0 if no row is long
 };
 
-/// The chunks of a pattern. A row is long if it has more entries than `least` and several times the
-/// mean, so that in a matrix of even rows no row is split.
+/// The chunks of a pattern. A row is long if it has more entries than a chunk: `least` or, if that
+/// is larger, two to four times the mean, up to kMax. In a matrix of even rows of at most kMax
+/// entries no row is split.
 inline Chunks make_chunks(const CsrPattern& pattern, int64_t least) {
   constexpr int64_t kMax = 4096;
   int64_t size = least;

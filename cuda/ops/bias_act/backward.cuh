@@ -1,7 +1,7 @@
 #pragma once
 
-// Declarations for backward.cu, which also sums the gradient of the bias, and
-// backward_elementwise.cu.
+// Shared by backward.cu, which computes the gradients of x and bias, and backward_elementwise.cu,
+// which computes that of x alone.
 
 #include "torchkiln/device/vec.cuh"
 #include "torchkiln/kernels/bias_act.h"

@@ -20,7 +20,7 @@ namespace torchkiln::cuda::norm_gradients {
 using namespace norm_slabs;
 namespace {
 
-/// The slabs of a block. kLanes: elements per access; 1 if rows have any alignment.
+/// The slabs of a block. kLanes: elements per access; 1 if rows may begin anywhere.
 template <class T, int kLanes, bool kCentered, bool kAdds>
 class Slabs : public SlabColumns<T, kLanes, kAdds ? 3 : 2, AddValues, kCentered ? 2 : 1> {
   static constexpr int kSums = kCentered ? 2 : 1;

@@ -135,7 +135,7 @@ struct GradientSlabsPlan : norm_slabs::SlabCall {
       "read once.";
 };
 
-/// The plan for rows that are neither streamed nor cut into slabs.
+/// The plan for rows that no other plan takes.
 struct SplitGradientsPlan {
   static constexpr const char* kWhy =
       "float64, long rows before 9.0, short rows whose offsets differ: the second read of a row "

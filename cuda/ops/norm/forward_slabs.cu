@@ -61,7 +61,7 @@ struct MergeMomentsOfLanes {
 template <class T, bool kCentered>
 using MergeOf = std::conditional_t<kCentered, MergeMomentsOfLanes<T>, AddValues>;
 
-/// The slabs of a block. kLanes: elements per access; 1 if rows have any alignment. kAdds:
+/// The slabs of a block. kLanes: elements per access; 1 if rows may begin anywhere. kAdds:
 /// normalizes x + residual, and also writes this sum.
 template <class T, int kLanes, bool kCentered, bool kAdds>
 class NormSlabs

@@ -35,7 +35,7 @@ Grid make_grid(const SlabCall& call) {
   return grid;
 }
 
-/// The ring of one block. kLanes: elements per access; 1 if rows have any alignment. Merge:
+/// The ring of one block. kLanes: elements per access; 1 if rows may begin anywhere. Merge:
 /// interface as AddValues.
 template <class T, int kLanes, int kTensors, class Merge, int kValues>
 class SlabRing {

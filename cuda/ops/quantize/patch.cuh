@@ -190,7 +190,7 @@ __device__ __forceinline__ void store_rows(const Quantize& p, const Patch<T, kRo
         if (column + c < p.columns) to[c] = static_cast<uint8_t>(bytes.lane[c / 4] >> c % 4 * 8);
     }
   }
-  // All lanes store scales, also lanes beyond the last column.
+  // A lane whose columns are outside of the matrix also stores the scale of its row.
   const unsigned lane = threadIdx.x % kLanes;
   const int64_t row = first_row + lane / kLanesOfRow;
   if (p.square || lane % kLanesOfRow != 0 || row >= p.rows) return;

@@ -96,7 +96,7 @@ class Worker:
         return {**dict(self.callee.named_parameters()), **dict(self.callee.named_buffers())}
 
     def handles(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Open the arenas on a GPU that the judge shares."""
+        """Open the arenas in GPU memory that the judge shares with this process."""
         self.read, self.write = (make(*args) for make, args in pickle.loads(message["arenas"]))
         return {}
 

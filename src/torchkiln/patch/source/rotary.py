@@ -86,7 +86,7 @@ def around(name: str) -> Iterator[str]:
 
 
 def missing(call: RopeCall, near: list[tuple[nn.Module, str]]) -> str:
-    """The reason if a call needs equal columns in cos and sin, and no near module makes them."""
+    """The reason if no near module makes cos and sin with each factor twice, as a call needs."""
     has = not call.factors or any(factors in call.factors for _, factors in near)
     return "" if has else UNKNOWN
 
