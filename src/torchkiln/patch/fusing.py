@@ -21,14 +21,14 @@ def fuse(
     ``SyncBatchNorm`` is traced. If an activation follows the batch norm, with or without a sum and
     identities between them, the module gets a subclass of its class, whose forward calls
     :func:`torchkiln.bn_act`. An activation is a function of torch, or a module without parameters
-    that computes one; or the forward of a derived class calls it, as in timm. If a convolution of
-    torch precedes the batch norm, with or without an activation after it, the forward calls
-    :func:`torchkiln.conv_bn_act`: in eval mode without gradients the batch norm is folded into the
-    convolution; otherwise the convolution runs unchanged, then ``bn_act``. A
-    :class:`torch.nn.MaxPool2d` after the activation becomes part of the call: in training in
-    ``channels_last`` on a GPU, one kernel computes both, and no tensor between them is stored.
-    Parameters, names, ``state_dict``, running statistics, process groups and memory formats stay;
-    copies, pickles and ``torch.compile`` work. ``report.undo()`` restores all modules.
+    that computes one. If a convolution of torch precedes the batch norm, with or without an
+    activation after it, the forward calls :func:`torchkiln.conv_bn_act`: in eval mode without
+    gradients the batch norm is folded into the convolution; otherwise the convolution runs
+    unchanged, then ``bn_act``. A :class:`torch.nn.MaxPool2d` after the activation becomes part of
+    the call: in training in ``channels_last`` on a GPU, one kernel computes both, and no tensor
+    between them is stored. Parameters, names, ``state_dict``, running statistics, process groups
+    and memory formats stay; copies, pickles and ``torch.compile`` work. ``report.undo()`` restores
+    all modules.
 
     A trace contains the branches that the forward takes now. A module whose forward depends on
     ``training`` or on values, or has optional arguments, is left alone; the report has the reason.

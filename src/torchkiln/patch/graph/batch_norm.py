@@ -21,7 +21,6 @@ from torchkiln.patch.formula.terms import NoFormulaError
 from torchkiln.patch.formula.watch import Watch
 from torchkiln.patch.graph.branches import separate
 from torchkiln.patch.graph.chain import CallTracer, Chain, chain_of, norms, rewrite
-from torchkiln.patch.graph.norm_with_act import is_derived, plain_norm
 from torchkiln.patch.graph.pool import conv_norm_act_pool, norm_act_pool
 from torchkiln.patch.graph.recompute import (
     light_conv_norm_act,
@@ -54,7 +53,7 @@ LIGHT: dict[Any, Function] = {
 }
 """The variants of these functions whose inputs and results backward may compute again."""
 
-FUNCTIONS = {call.__name__: call for call in (*CALLS.values(), *LIGHT.values(), plain_norm)}
+FUNCTIONS = {call.__name__: call for call in (*CALLS.values(), *LIGHT.values())}
 """The functions of torchkiln that a forward calls."""
 
 
@@ -107,10 +106,6 @@ class FusedForward(Plan):
         is_traced = len(args) == self.count and all(isinstance(x, Tensor) for x in args)
         has_children = tuple(module._modules) == self.children
         return is_traced and has_children and self.reads.hold(module)
-
-    def stays(self, *_: Any) -> bool:
-        """Whether ``torch.compile`` can trace the function: not a look-up by a weak reference."""
-        return all(path != plain_norm.__name__ for _, _, path in self.names)
 
     def forward(self, module: Any, *args: Any, **_: Any) -> Any:
         """The result of the generated function."""
@@ -252,8 +247,7 @@ def find_all(
     for prefix, module in model.named_modules():
         rows: dict[str, Replacement] = {}
         for name, child in module.named_children():
-            is_norm = is_batch_norm(child) or is_derived(child)
-            if not is_norm or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            if not is_batch_norm(child) or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
                 continue
             row = Replacement(
                 f"{prefix}.{name}" if prefix else name, type(child).__name__, "batch_norm"

@@ -15,7 +15,6 @@ from torchkiln.nn.convolution import CONVOLUTIONS, is_batch_norm
 from torchkiln.nn.plain import has_hooks, is_torchs
 from torchkiln.patch.formula.activation import computed
 from torchkiln.patch.formula.reads import Reads
-from torchkiln.patch.graph.norm_with_act import inside, is_derived, plain_norm
 from torchkiln.patch.graph.pool import is_max_pool
 
 SUMS = (operator.add, operator.iadd, torch.add, "add", "add_")
@@ -76,8 +75,6 @@ class Chain:
     """The max pool after the activation, if it becomes part of the call."""
     in_place: bool = False
     """Whether the sum has the memory and the dtype of the norm's result."""
-    is_derived: bool = False
-    """Whether the class of the batch norm is derived from torch's."""
     reads: Reads = Reads()  # noqa: RUF009  immutable
     """Conditions on the modules whose formula is part of the call."""
 
@@ -141,27 +138,19 @@ def is_sum(node: fx.Node) -> bool:
 def norms(root: nn.Module, graph: fx.Graph) -> Iterator[fx.Node]:
     """The calls of batch norms."""
     for node in graph.nodes:
-        module = called_module(root, node)
-        if is_batch_norm(module) or is_derived(module):
+        if is_batch_norm(called_module(root, node)):
             yield node
 
 
 def chain_of(root: nn.Module, norm: fx.Node) -> Chain | str:
     """The chain of a batch norm, or the reason why there is none."""
-    module = root.get_submodule(str(norm.target))
-    if has_hooks(module):
+    if has_hooks(root.get_submodule(str(norm.target))):
         return "it has hooks"
-    start = Chain(norm, (), norm, None, "none")
-    if is_derived(module):
-        own = inside(str(norm.target), module)
-        if isinstance(own, str):
-            return own
-        start = replace(start, act=own.act, is_derived=True, reads=own.reads)
-    found = chain_behind(root, start) if start.act == "none" else start
+    found = chain_behind(root, norm)
     x = norm.args[0]
     conv = x if isinstance(x, fx.Node) and is_convolution(root, x) else None
     if isinstance(found, str):
-        return found if conv is None else replace(start, conv=conv)
+        return found if conv is None else Chain(norm, (), norm, None, "none", conv)
     pool = pool_behind(root, found)
     for first, last in ((conv, pool), (conv, None), (None, pool), (None, None)):
         chain = replace(found, conv=first, pool=last)
@@ -227,11 +216,11 @@ def is_plain_module(module: nn.Module) -> bool:
     )
 
 
-def chain_behind(root: nn.Module, start: Chain) -> Chain | str:
-    """The chain that begins with the batch norm of ``start``, or the reason if there is none."""
-    node = start.norm
+def chain_behind(root: nn.Module, norm: fx.Node) -> Chain | str:
+    """The chain that begins with a batch norm, or the reason why there is none."""
+    node = norm
     between: list[fx.Node] = []
-    reads = start.reads
+    reads = Reads()
     residual: fx.Node | None = None
     in_place = False
     while True:
@@ -241,8 +230,9 @@ def chain_behind(root: nn.Module, start: Chain) -> Chain | str:
         act = activation_of(root, user)
         if act is not None:
             name, more = act
-            found = replace(start, between=tuple(between), end=user, residual=residual)
-            return replace(found, act=name, in_place=in_place, reads=reads + more)
+            return Chain(
+                norm, tuple(between), user, residual, name, in_place=in_place, reads=reads + more
+            )
         module = called_module(root, user)
         if residual is None and is_sum(user) and user.args[0] is not user.args[1]:
             residual = next(a for a in user.args if isinstance(a, fx.Node) and a is not node)
@@ -273,9 +263,6 @@ def rewrite(graph: fx.Graph, chain: Chain, function: Callable[..., Any]) -> fx.N
     called = [node for node in (chain.conv, chain.norm, chain.pool) if node is not None]
     with graph.inserting_before(chain.last):
         modules = [module_of(graph, str(node.target)) for node in called]
-        if chain.is_derived:
-            at = called.index(chain.norm)
-            modules[at] = graph.call_function(plain_norm, (modules[at],))
         residual = [chain.residual] if chain.pool is None else []
         args = (*modules, called[0].args[0], *residual, chain.act)
         options: dict[str, Any] = {"in_place": True} if chain.in_place else {}
