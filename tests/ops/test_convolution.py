@@ -217,7 +217,7 @@ def test_the_product_is_the_convolution(device: torch.device) -> None:
     x = torch.randn(2, 8, 6, 5, device=device).contiguous(memory_format=LAST)
     module = layer(device, kernel_size=1, padding=0, act="none")
     parts = Parts(module.conv.weight, None, *list(module.bn.state_dict().values())[:4])
-    fold = Fold(parts, Form(module.bn.eps, torch.float32, LAST))
+    fold = Fold(None, parts, Form(module.bn.eps, torch.float32, LAST))
     expected = exact(module, x)
     residual = torch.randn_like(expected, dtype=torch.float32)
     close(by_product(x, fold, None, GEOMETRY, "none"), expected)

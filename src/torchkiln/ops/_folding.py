@@ -41,12 +41,22 @@ class Form(NamedTuple):
     memory_format: torch.memory_format
 
 
+def watched(owner: object, parts: Parts) -> tuple[Tensor | None, ...]:
+    """The tensors whose change ends a fold.
+
+    torch's batch norm writes its statistics in training without a change of their versions, but
+    counts its batches, and the counter has a version.
+    """
+    own = isinstance(owner, nn.Module)
+    return (*parts, owner._buffers.get("num_batches_tracked") if own else None)  # type: ignore[attr-defined]
+
+
 class Fold:
     """Weight and bias of a convolution that includes the batch norm after it."""
 
-    def __init__(self, parts: Parts, form: Form) -> None:
+    def __init__(self, owner: object, parts: Parts, form: Form) -> None:
         self.form = form
-        self.watch = _C.Watch(parts)
+        self.watch = _C.Watch(watched(owner, parts))
         self.ids = {id(part) for part in parts}
         self.weight, self.bias = folded(parts, form)
         self.stream = stream_of(self.weight)
@@ -73,7 +83,9 @@ FOLDS: dict[int, tuple[weakref.ref[Any], Fold]] = {}
 def kept_fold(owner: object, parts: Parts) -> Fold | None:
     """The owner's fold; None if it has none, or if a folded tensor has changed since."""
     entry = FOLDS.get(id(owner))
-    return entry[1] if entry is not None and entry[1].watch.is_current(parts) else None
+    if entry is None or not entry[1].watch.is_current(watched(owner, parts)):
+        return None
+    return entry[1]
 
 
 def fold_of(owner: object, parts: Parts, form: Form) -> Fold | str:
@@ -86,7 +98,7 @@ def fold_of(owner: object, parts: Parts, form: Form) -> Fold | str:
         return why
     key = id(owner)
     FOLDS.pop(key, None)  # frees the memory before it is needed again
-    fold = Fold(parts, form)
+    fold = Fold(owner, parts, form)
     _C.note("the batch norm is folded in this call, and the fold kept for others")
     FOLDS[key] = weakref.ref(owner, lambda _: FOLDS.pop(key, None)), fold
     watch_optimizers()
