@@ -77,5 +77,5 @@ def test_every_op_without_gradients_has_a_c_function() -> None:
     without = {name.partition("::")[2] for name in all_ops - found}
     in_place = {f"{name}_" for name in ("relu", "sigmoid", "silu", "square", "tanh")}
     parts = {"_linear_cross_entropy_forward", "_sync_bn_backward_sums", "_pixel_conv_gains"}
-    parts |= {"_bn_act_pool", "_bn_act_pool_forward", "_sync_bn_act"}
+    parts |= {"_bn_act_pool", "_bn_act_pool_forward", "_sync_bn_act", "_changes"}
     assert {name for name in without if not name.endswith("_backward")} == in_place | parts

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchkiln.nn.plain import has_hooks
+from torchkiln.nn.plain import attribute, has_hooks
 from torchkiln.ops.gated import geglu, swiglu
 from torchkiln.ops.quantize import Quantized
 from torchkiln.patch.formula.layout import Value
@@ -127,8 +127,7 @@ def is_idle(dropout: Any) -> bool:
 
 def submodule(module: nn.Module, name: str) -> Any:
     """The submodule with a name."""
-    child = module._modules.get(name)
-    return module.get_submodule(name) if child is None else child
+    return module.get_submodule(name) if "." in name else attribute(module, name)
 
 
 def product(op: str, gate: Tensor, up: Tensor) -> Tensor:

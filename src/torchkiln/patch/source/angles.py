@@ -70,9 +70,6 @@ def trace_number() -> int:
 # As for torchkiln.patch.table.limits.
 trace_number._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-LIBRARY = torch.library.Library("torchkiln", "FRAGMENT")
-LIBRARY.define("_changes(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-
 
 def changes(x: Tensor) -> Tensor:
     """An empty tensor with as many rows as ``x`` was changed in place; 1 in inference mode.
@@ -82,8 +79,19 @@ def changes(x: Tensor) -> Tensor:
     return x.new_empty(1 if x.is_inference() else x._version, 0)
 
 
-for key in ("CompositeExplicitAutograd", "Meta"):
-    LIBRARY.impl("_changes", changes, key)
+def define_changes() -> None:
+    """Define the op once: a second import in a process finds it, as the ops of the library."""
+    space: Any = torch.ops.torchkiln
+    if hasattr(space, "_changes"):
+        return
+    library = torch.library.Library("torchkiln", "FRAGMENT")
+    library.define("_changes(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+    for key in ("CompositeExplicitAutograd", "Meta"):
+        library.impl("_changes", changes, key)
+    space._kiln_library = library  # the op lives as long as this object
+
+
+define_changes()
 
 
 def forget(key: int, _: weakref.ref[Tensor]) -> None:
