@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -179,13 +180,16 @@ class Inputs:
     """The calls of an op with a class for each row of a matrix, whose rows are shards."""
 
     parent: OpSpec
+    op: Callable[..., Any]
 
     def __call__(self, device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-        """The calls whose classes are the last dimension."""
+        """The calls whose classes are the last dimension, with options that shards have."""
+        options = inspect.signature(self.op).parameters.keys()
         for call in self.parent.inputs(device, dtype):
             x, target = call.args[:2]
-            if not target.is_floating_point() and x.shape[:-1] == target.shape:
-                names = call.kwargs.keys() - {"check_target"}
+            names = call.kwargs.keys() - {"check_target"}
+            is_of_rows = not target.is_floating_point() and x.shape[:-1] == target.shape
+            if is_of_rows and names <= options:
                 yield replace(call, kwargs={name: call.kwargs[name] for name in names})
 
 
@@ -203,7 +207,7 @@ def of_shards(parent: OpSpec, op: Any) -> OpSpec:
         op=op,
         overload=getattr(ops, name).default,
         composed=True,
-        inputs=Inputs(parent),
+        inputs=Inputs(parent, op),
         grown=more_rows,
         differentiable=(0,),
         refusals=None,
