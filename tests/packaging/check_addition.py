@@ -175,6 +175,7 @@ def check_contracts(site: Path) -> None:
 
     import torchkiln  # noqa: PLC0415
     from torchkiln import testing  # noqa: PLC0415
+    from torchkiln.testing.check import ExcludedError  # noqa: PLC0415
 
     if not Path(torchkiln.__file__).is_relative_to(site):
         raise SystemExit(f"check_addition: imported {torchkiln.__file__}, expected it in {site}")
@@ -186,8 +187,13 @@ def check_contracts(site: Path) -> None:
     checked.append(called_with(specs["bias_act"], "act", OP))
     checked.append(called_with(specs["cross_entropy"], OPTION))
     for case in testing.cases(checked, torch.device("cpu")):
-        if case.check.name in CHECKS:
+        if case.check.name not in CHECKS:
+            continue
+        try:
             case.run()
+        except ExcludedError as reason:  # a form of an op that has no such check
+            print(f"no     {case}: {reason}", flush=True)
+        else:
             print(f"ok     {case}", flush=True)
 
 
