@@ -42,7 +42,7 @@ SECONDS = 1.0
 """Seconds of measurement per cell."""
 SHORTEST = 5e-3
 """Seconds of calls in a row that are one measurement."""
-TINY_CLASSES = 10
+CLASSES = 10
 
 
 class Recurrent(nn.Module):
@@ -52,7 +52,7 @@ class Recurrent(nn.Module):
         super().__init__()
         self.size, self.steps = size, steps
         self.given, self.state = nn.Linear(size, size), nn.Linear(size, size, bias=False)
-        self.norm, self.head = nn.LayerNorm(size), nn.Linear(size, TINY_CLASSES)
+        self.norm, self.head = nn.LayerNorm(size), nn.Linear(size, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, steps, size]."""

@@ -90,7 +90,7 @@ endfunction()
 macro(toolkit_variables result)
   set(${result} "")
   foreach(variable IN ITEMS CUDAToolkit_ROOT CUDA_HOME CUDA_PATH)
-    # Of these variables, only CUDAToolkit_ROOT is also a CMake variable.
+    # CUDAToolkit_ROOT may also be set as a CMake variable, which comes first.
     if(NOT (variable STREQUAL "CUDAToolkit_ROOT" AND CUDAToolkit_ROOT))
       set(${variable} "$ENV{${variable}}")
     endif()

@@ -41,6 +41,16 @@ dist.init_process_group(
     store=dist.FileStore(path, size),
     timeout=timedelta(seconds=float(sys.argv[5])),
 )
+
+
+def require_refused(calls, kinds=ValueError):
+    for call, message in calls:
+        try:
+            call()
+        except kinds as error:
+            assert message in str(error), error
+        else:
+            raise AssertionError(message)
 """
 
 # Ends a process after its checks. If a thread of torch's gloo releases the last tensor of a
@@ -107,6 +117,7 @@ def outcomes(
     """Runs a script in each process of a group; returns exit statuses and output by rank.
 
     The script can use ``rank``, ``size`` and ``device``, a name; its tensors are created there.
+    ``require_refused`` calls functions, each of which must raise an error with a given text.
     """
 
     def process(rank: int) -> CompletedProcess[str]:

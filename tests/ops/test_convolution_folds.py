@@ -171,3 +171,26 @@ def test_explain_has_the_choice(device: torch.device) -> None:
     assert note.startswith("folded convolution")
     assert notes(module, x) == (note,)
     assert "bn_act" not in "".join(torchkiln.explain(module, x).forward.route)
+
+
+@pytest.mark.parametrize("by", ["hook", "calls", "undo"])
+def test_statistics_of_a_training_step_that_is_not_fused(by: str) -> None:
+    """torch's batch norm writes them without a change of their versions."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
+    plain = copy.deepcopy(model)
+    report = torchkiln.fuse(model)
+    x = torch.randn(6, 3, 5, 5)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(x), plain.eval()(x))  # keeps a fold
+        for net in (model.train(), plain.train()):
+            if by == "calls":
+                net[1](net[0](3 * x + 1))
+                continue
+            if by == "undo" and net is model:
+                report.undo()
+            hook = net[2].register_forward_hook(lambda *_: None)
+            net(3 * x + 1)
+            hook.remove()
+        if by == "undo":
+            torchkiln.fuse(model)
+        torch.testing.assert_close(model.eval()(x), plain.eval()(x))

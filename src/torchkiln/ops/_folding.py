@@ -47,8 +47,8 @@ def watched(owner: object, parts: Parts) -> tuple[Tensor | None, ...]:
     torch's batch norm writes its statistics in training without a change of their versions, but
     counts its batches, and the counter has a version.
     """
-    own = isinstance(owner, nn.Module)
-    return (*parts, owner._buffers.get("num_batches_tracked") if own else None)  # type: ignore[attr-defined]
+    buffers = owner._buffers if isinstance(owner, nn.Module) else {}
+    return (*parts, buffers.get("num_batches_tracked"))
 
 
 class Fold:
