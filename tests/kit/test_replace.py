@@ -201,6 +201,13 @@ def test_models_on_the_meta_device() -> None:
     assert len(report.changed) == 6
 
 
+def test_the_default_device_changes_no_report() -> None:
+    net = model()
+    expected = str(torchkiln.replace(net, dry_run=True))
+    with torch.device("meta"):
+        assert str(torchkiln.replace(net, dry_run=True)) == expected
+
+
 class Counting(nn.Module):
     """A module whose forward draws a number, and changes a buffer and a list."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,8 +14,13 @@ HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith(("_hooks", "_h
 
 @contextmanager
 def usual_modes() -> Iterator[None]:
-    """A context with gradients, without inference mode and autocast; random states are restored."""
+    """A context with gradients, without inference mode and autocast; random states are restored.
+
+    New tensors are on the CPU, also if the program has another default device.
+    """
+    is_usual = torch.get_default_device().type == "cpu"
     with (
+        nullcontext() if is_usual else torch.device("cpu"),
         torch.inference_mode(mode=False),
         torch.enable_grad(),
         torch.autocast("cpu", enabled=False),
