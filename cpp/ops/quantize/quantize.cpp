@@ -46,11 +46,18 @@ Tensor empty_data(c10::SymIntArrayRef shape, const Tensor& like) {
   return empty_of(shape, like.options().dtype(kFp8));
 }
 
-/// Uninitialised scales for the rows of a tensor of this shape.
+/// Uninitialised scales for the rows of a tensor of this shape. Those of a column of blocks are
+/// adjacent.
 Tensor empty_scale(c10::SymIntArrayRef shape, const Tensor& like) {
-  c10::SymDimVector outer{blocks_of(shape.back())};
-  for (const SymInt& size : shape.slice(0, shape.size() - 1)) outer.push_back(size);
-  return empty_of(outer, like.options().dtype(at::kFloat)).movedim(0, -1);
+  c10::SymDimVector sizes(shape.begin(), shape.end()), strides(shape.size(), 1);
+  sizes.back() = blocks_of(shape.back());
+  SymInt rows = 1;
+  for (size_t d = shape.size() - 1; d-- > 0;) {
+    strides[d] = rows;
+    rows *= shape[d].max(1);
+  }
+  strides.back() = rows;
+  return at::empty_strided_symint(sizes, strides, like.options().dtype(at::kFloat));
 }
 
 /// Uninitialised scales for the squares of a matrix.

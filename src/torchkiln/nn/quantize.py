@@ -43,7 +43,8 @@ class WeightCache:
         self.is_trained = False
         """Whether the weight requires a gradient."""
         self.value: QuantizedWeight | None = None
-        self.stream: torch.cuda.Stream | None = None
+        self.stream = 0
+        """The stream of the kernels that wrote it."""
 
     def of(self, *weights: Tensor) -> QuantizedWeight | None:
         """The quantised weight; None where the op must quantise it in every call.
@@ -51,27 +52,31 @@ class WeightCache:
         It must do so in a CUDA graph, which would keep old values, for tensors without a version,
         and in a process of a group.
         """
-        if any(one.is_inference() or type(one) is not nn.Parameter for one in weights):
-            return None
+        self.is_trained = False
+        for one in weights:
+            if one.is_inference() or type(one) is not nn.Parameter:
+                return None
+            if one.requires_grad:
+                self.is_trained = True
         weight = weights[0]
         if has_group():
             self.value = None
             return None
-        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-            return None
-        stream = torch.cuda.current_stream(weight.device) if weight.is_cuda else None
-        is_current = self.watch is not None and self.watch.is_current(weights)
-        self.is_trained = any(one.requires_grad for one in weights)
-        if self.value is None or not is_current:
+        stream = 0
+        if weight.is_cuda:
+            if torch.cuda.is_current_stream_capturing():
+                return None
+            stream = torch._C._cuda_getCurrentRawStream(weight.device.index)
+        if self.value is None or self.watch is None or not self.watch.is_current(weights):
             self.value = None  # frees the old value before the new one is made
             with torch.inference_mode(mode=False), torch.no_grad():
                 self.value = quantize_weight(torch.cat(weights) if weights[1:] else weight)
             self.watch, self.stream = _C.Watch(weights), stream
-            if stream is not None:  # calls on other streams read it, too
-                stream.synchronize()
-        elif stream is not None and stream != self.stream:
+            if weight.is_cuda:  # calls on other streams read it, too
+                torch.cuda.current_stream(weight.device).synchronize()
+        elif stream != self.stream:
             for tensor in self.value:
-                tensor.record_stream(stream)
+                tensor.record_stream(torch.cuda.current_stream(weight.device))
         return self.value
 
 
