@@ -34,7 +34,7 @@ from typing import Any
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "models": (
-        *("eager", "compile", "replace", "replace+compile", "head", "backend"),
+        *("eager", "compile", "replace", "replace+compile", "head", "head recompute", "backend"),
         *("fp8", "fp8 head", "fp8 fused head", "torchao tensorwise", "torchao rowwise"),
     ),
     "lengths": ("eager", "replace", "compile", "compile dynamic", "compile mark_dynamic"),

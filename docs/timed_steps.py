@@ -31,6 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "replace": {},
     "replace+compile": {},
     "head": {"head": True},
+    "head recompute": {"head": True, "recompute": True},
     "fp8": {"precision": "fp8"},
     "fp8 head": {"precision": "fp8", "head": "fp8"},
     "fp8 fused head": {"precision": "fp8", "head": True},

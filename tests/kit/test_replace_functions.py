@@ -280,7 +280,13 @@ def test_twice_and_undo_after_a_change(library: ModuleType) -> None:
         report.undo()
 
 
-@pytest.mark.parametrize("option", [{"exact": True}, {"head": True}, {"example": torch.ones(2)}])
+@pytest.mark.parametrize(
+    "option",
+    [
+        *({"exact": True}, {"head": True}, {"precision": "fp8"}, {"recompute": True}),
+        {"example": torch.ones(2)},
+    ],
+)
 def test_options_of_models_are_refused(option: dict[str, Any], library: ModuleType) -> None:
     name = next(iter(option))
     with pytest.raises(ValueError, match=rf"{name}: got a value beside a Python module"):

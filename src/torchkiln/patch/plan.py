@@ -81,6 +81,10 @@ class Plan(ABC):
         """
         return True
 
+    def light(self) -> Plan:
+        """The plan that saves less for backward, which computes it again."""
+        return self
+
     def entry(self) -> Callable[..., Any]:
         """The new forward as a function of the module and its arguments."""
         return self.forward

@@ -96,6 +96,7 @@ class Replace:
         exact: bool = False,
         head: Head = False,
         precision: Precision | None = None,
+        recompute: bool = False,
         dry_run: bool = False,
         example: Any = None,
     ) -> Report:
@@ -151,6 +152,9 @@ class Replace:
                 in each :class:`torch.nn.Linear` that gains by its sizes, but not in heads; on a GPU
                 of compute capability 9.0. The report has the reason for every other layer. Calls
                 with few rows run in the dtype of the layer. Not with ``exact``.
+            recompute: whether to save memory in training: a linear layer does not save the gated
+                unit before it, and convolutions save as in :func:`torchkiln.fuse`. Backward
+                computes the result again, with the same bits, by one more kernel.
             dry_run: whether to return the report without a change. Forwards of modules still run,
                 up to their first side effect.
             example: a batch for the model: a tensor, a tuple of arguments, or a dict of keyword
@@ -160,7 +164,13 @@ class Replace:
                 not faster. Buffers and random states are restored.
         """
         if isinstance(model, ModuleType):
-            given = {"exact": exact, "head": head, "example": example is not None}
+            given = {
+                "exact": exact,
+                "head": head,
+                "precision": precision,
+                "recompute": recompute,
+                "example": example is not None,
+            }
             return self.of_functions(model, checked_kinds(only), skip, given, dry_run=dry_run)
         require_model(model)
         kinds = checked_kinds(only)
@@ -175,17 +185,20 @@ class Replace:
                 f"{MAKER}: head: got {head!r} with exact=True, expected False: "
                 "linear_cross_entropy adds in another order; leave exact out"
             )
+        skipped = functools.partial(is_skipped, skip=skip)
         rows: list[Replacement] = []
         fused: list[tuple[nn.Module, batch_norm.FusedForward]] = []
         with usual_modes():
             if "batch_norm" in kinds and not exact:
                 refusal = functools.partial(why_torchs_batch_norm, skip, asked=only is not None)
-                rows, fused = batch_norm.find_all(model, refusal)
-            matches = matched(model, Search(self.registry, exact=exact), rows, skip, kinds)
+                rows, fused = batch_norm.find_all(model, refusal, recompute=recompute)
+            search = Search(self.registry, exact=exact, light=recompute)
+            matches = matched(model, search, rows, skip, kinds)
             quantized: list[fp8.Found] = []
             if precision is not None:
-                skipped = functools.partial(is_skipped, skip=skip)
-                quantized = list(fp8.find(model, rows, skipped, head))
+                quantized = list(
+                    fp8.find(model, rows, functools.partial(is_skipped, skip=skip), head)
+                )
             in_fp8 = {module for _, module, _ in quantized}
             matches = [match for match in matches if match[1] not in in_fp8]
             plans = [*quantized, *((row, module, match.plan) for row, module, match in matches)]
@@ -203,7 +216,6 @@ class Replace:
         undo: list[Callable[[], None]] = [functools.partial(fp8.forget, in_fp8)] if in_fp8 else []
         if "attention" in kinds:
             others = {module for _, module, _ in candidates}
-            skipped = functools.partial(is_skipped, skip=skip)
             plans, restore = routed(model, rows, skipped, others, dry_run=dry_run)
             undo += restore
             candidates = [*candidates, *made(plans)]
@@ -352,6 +364,7 @@ def replaced(
     exact: bool = False,
     head: Head = False,
     precision: Precision | None = None,
+    recompute: bool = False,
     dry_run: bool = False,
     example: Any = None,
 ) -> Iterator[Report]:
@@ -363,6 +376,7 @@ def replaced(
         exact=exact,
         head=head,
         precision=precision,
+        recompute=recompute,
         dry_run=dry_run,
         example=example,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,10 +31,10 @@ class Outcome(NamedTuple):
 class Search:
     """Finds the plan of a module, once for all modules with equal attributes."""
 
-    def __init__(self, registry: Registry, *, exact: bool) -> None:
+    def __init__(self, registry: Registry, *, exact: bool, light: bool = False) -> None:
         self.by_class = (registry.find, linear.find, torch_modules.find)
         self.by_formula = (gated_norm.find, norm.find, activation.find, gated.find)
-        self.exact = exact
+        self.exact, self.light = exact, light
         self.known: dict[Any, list[Outcome]] = {}
 
     def find(
@@ -55,6 +56,8 @@ class Search:
             own = next(module.parameters(recurse=False), None) is not None
             row.reason = found or ("no op of torchkiln" if is_leaf or own else "")
             return None
+        if self.light:
+            found = replace(found, plan=found.plan.light())
         row.kind, row.now = found.plan.kind, str(found.plan)
         if row.kind not in kinds:
             row.reason = f"only {', '.join(kinds)}"

@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import Tensor
 
-from torchkiln.patch.formula import activation, gated
+from torchkiln.patch.formula import activation, gated_plan
 from torchkiln.patch.table import SCHEMA, SHIPPED, Timed, given_table, rows_of
 
 OPS = (
-    *("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", *gated.OPS, *activation.OPS),
+    *("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", *gated_plan.OPS, *activation.OPS),
     *("linear", "padded_linear", "rope", "cross_entropy", "linear_cross_entropy"),
 )
 """The ops that a graph can get; ``padded_linear`` is ``linear`` with sizes that it pads."""

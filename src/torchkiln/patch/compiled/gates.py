@@ -10,9 +10,9 @@ from torchkiln.patch.compiled.facts import Facts, is_like, tensor_of, value_of
 from torchkiln.patch.compiled.norms import Wanted, is_call, name_of
 from torchkiln.patch.compiled.region import Region, before, behind, module_of, region
 from torchkiln.patch.compiled.search import once, plan_of
-from torchkiln.patch.formula import activation, gated
+from torchkiln.patch.formula import activation, gated, gated_plan
 from torchkiln.patch.formula.activation import EQUAL, Activation
-from torchkiln.patch.formula.gated import Gated
+from torchkiln.patch.formula.gated_plan import Gated
 from torchkiln.patch.plan import Match
 from torchkiln.patch.probe import shallow_copy
 from torchkiln.patch.source.layer import compared
@@ -50,7 +50,7 @@ def gate_at(facts: Facts, node: fx.Node, wanted: Wanted) -> list[str]:
                 if not wanted(plan.op, given):
                     return []
                 pair = (x, up) if plan.gate == "gate" else (up, x)
-                call = facts.call(result, result, gated.OPS[plan.op], *pair)
+                call = facts.call(result, result, gated_plan.OPS[plan.op], *pair)
                 return [plan.op] if facts.swap({result: call}, part.nodes) else []
     return []
 

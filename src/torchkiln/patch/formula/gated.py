@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -11,132 +9,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchkiln.nn.plain import attribute, has_hooks
-from torchkiln.ops.gated import geglu, swiglu
-from torchkiln.ops.quantize import Quantized
+from torchkiln.nn.plain import has_hooks
+from torchkiln.patch.formula.gated_plan import ACTS, OPS, Gated
 from torchkiln.patch.formula.layout import Value
-from torchkiln.patch.formula.proven import ProvenPlan, is_ordered
 from torchkiln.patch.formula.recorder import Recorder
 from torchkiln.patch.formula.terms import NoFormulaError
 from torchkiln.patch.formula.trace import WIDTHS, Situation, Stub, Traced, Tracer
-from torchkiln.patch.fp8 import gated_in_fp8, is_in_fp8, is_quantizable, take_pair
 from torchkiln.patch.plan import Match
 from torchkiln.patch.probe import first_dtype, numbers, shallow_copy
-from torchkiln.patch.source.shared import shared
-from torchkiln.typing import Gate
-
-OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "swiglu": swiglu,
-    "geglu": geglu,
-    "geglu_tanh": lambda gate, up: geglu(gate, up, "tanh"),
-}
-ACTS: dict[str, Gate] = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
-"""The activation of the gate in each op."""
 
 HIDDEN = 24
 """Width between the projections of a recorded call."""
-
-
-@dataclass(frozen=True)
-class Gated(ProvenPlan):
-    """``down(act(gate(x)) * up(x))`` by calls of the submodules, which may be of any class.
-
-    Without ``up``, the halves of ``gate(x)`` are the gate and the other factor. With ``swapped``
-    the second half is the gate, or ``up`` is called before ``gate``.
-    """
-
-    kind = "glu"
-    saved_as = "glu"
-    op: str
-    gate: str
-    up: str | None
-    down: str
-    swapped: bool
-    before: tuple[str, ...]
-    """Dropouts between the product and ``down``."""
-    after: tuple[str, ...]
-    """Dropouts after ``down``."""
-    reads_weights: bool = False
-    """Whether the module reads the dtype of the projections' weights."""
-
-    def __str__(self) -> str:
-        return f"{self.op} between the projections"
-
-    def fits(self, module: Any, *args: Any) -> bool:
-        """Whether the formula is proven for this call."""
-        if len(args) == 1 and type(args[0]) is Quantized:
-            return True
-        if len(args) != 1 or not self.takes(module, *args):
-            return False
-        if not self.reads_weights:
-            return True
-        layers = map(module.get_submodule, filter(None, (self.gate, self.up, self.down)))
-        return all(getattr(layer.weight, "dtype", None) is args[0].dtype for layer in layers)
-
-    def takes_quantized(self, module: Any, x: Tensor, place: int | str | None) -> bool:
-        """Whether the gate of a proven call is written in FP8."""
-        return place is None and self.fits(module, x) and self.is_in_fp8(module, x)
-
-    def is_in_fp8(self, module: Any, x: Any) -> bool:
-        """Whether all products are in FP8, and no dropout is between them."""
-        if not is_in_fp8(submodule(module, self.down)):  # most modules: in few steps
-            return False
-        layers = [submodule(module, name) for name in (self.gate, self.up, self.down) if name]
-        if not is_quantizable(x) or not all(map(is_in_fp8, layers)):
-            return False
-        dropouts = (submodule(module, name) for name in self.before)
-        return all(map(is_idle, dropouts)) and take_pair(*layers, x=x)
-
-    def forward(self, module: Any, x: Tensor | Quantized) -> Tensor:
-        """The calls of the submodules in their order, with the op between them."""
-        if isinstance(x, Quantized) or self.is_in_fp8(module, x):
-            h: Any = self.hidden_in_fp8(module, x)
-            steps: tuple[str, ...] = (self.down, *self.after)
-        else:
-            h, steps = self.hidden(module, x), (*self.before, self.down, *self.after)
-        for name in steps:
-            h = submodule(module, name)(h)
-        result: Tensor = h
-        return result
-
-    def hidden_in_fp8(self, module: Any, x: Tensor | Quantized) -> Quantized:
-        """The input of ``down``: the result of the gated unit, in float8_e4m3fn."""
-        gate, act = submodule(module, self.gate), ACTS[self.op]
-        if self.up is not None:
-            return gated_in_fp8(act, x, gate, submodule(module, self.up))
-        return gated_in_fp8(act, x, gate, swapped=self.swapped)
-
-    def hidden(self, module: Any, x: Tensor) -> Tensor:
-        """The result of the gated unit, before dropouts and ``down``."""
-        if self.up is None:
-            (both,) = shared(x, submodule(module, self.gate))
-            gate, up = both.chunk(2, -1)
-        else:
-            first, second = submodule(module, self.gate), submodule(module, self.up)
-            gate, up = shared(x, second, first) if self.swapped else shared(x, first, second)
-        if self.swapped:
-            gate, up = up, gate
-        return product(self.op, gate, up)
-
-
-def is_idle(dropout: Any) -> bool:
-    """Whether a call of a dropout returns its argument."""
-    is_plain = type(dropout) is nn.Dropout and not has_hooks(dropout)
-    return is_plain and not (dropout.training and dropout.p)
-
-
-def submodule(module: nn.Module, name: str) -> Any:
-    """The submodule with a name."""
-    return module.get_submodule(name) if "." in name else attribute(module, name)
-
-
-def product(op: str, gate: Tensor, up: Tensor) -> Tensor:
-    """The op, if it takes the results of the projections; otherwise the formula in torch."""
-    if gate.dtype is up.dtype and gate.shape == up.shape and is_ordered(gate) and is_ordered(up):
-        return OPS[op](gate, up)
-    if op == "swiglu":
-        return nn.functional.silu(gate) * up
-    return nn.functional.gelu(gate, approximate="tanh" if op == "geglu_tanh" else "none") * up
 
 
 class Call(NamedTuple):

@@ -6,13 +6,10 @@ input, backward can compute it again from the tensors that the batch norm saves:
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_compiling
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -20,29 +17,8 @@ from torchkiln.nn.batch_norm import is_synchronized
 from torchkiln.nn.convolution import conv_norm_act, convolved, norm_act, runs_batch_norm
 from torchkiln.ops._folding import PLAIN, is_transformed
 from torchkiln.patch.graph.pool import conv_norm_act_pool, norm_act_pool
+from torchkiln.patch.recompute import Recomputed, Saved, has_other_hooks, saved
 from torchkiln.typing import Activation
-
-
-class Saved(NamedTuple):
-    """A tensor that backward needs, with its ``_version`` when it was saved."""
-
-    tensor: Tensor
-    version: int
-
-    def result(self) -> Tensor:
-        """The tensor; torch's error if it was changed in place after it was saved."""
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: got version {self.tensor._version} of a tensor of shape "
-                f"{list(self.tensor.shape)}, expected version {self.version}"
-            )
-        return self.tensor
-
-
-def saved(tensor: Tensor) -> Saved:
-    """Saves a tensor, detached: its autograd node would be a reference cycle."""
-    return Saved(tensor.detach(), tensor._version)
 
 
 @dataclass(frozen=True)
@@ -71,37 +47,7 @@ class Source:
         return y
 
 
-@dataclass(frozen=True)
-class Recomputed:
-    """A result that the next convolution does not save."""
-
-    y: Tensor
-    source: Source
-
-    def hooks(self) -> contextlib.AbstractContextManager[object]:
-        """The context for a convolution of the result, which then saves the source instead."""
-        if has_other_hooks():
-            return contextlib.nullcontext()
-        # The hooks compare the address and keep no tensor, so the result can be freed early.
-        y, source = self.y, self.source
-        made = (y.data_ptr(), y._version, y.dtype, y.shape, y.stride())
-        del y
-
-        def pack(tensor: Tensor) -> Source | Saved:
-            own = tensor.data_ptr(), tensor._version, tensor.dtype, tensor.shape, tensor.stride()
-            return source if own == made else saved(tensor)
-
-        return saved_tensors_hooks(pack, lambda saved: saved.result())
-
-
 Input = Tensor | Recomputed
-
-
-def has_other_hooks() -> bool:
-    """Whether other hooks for saved tensors are in use, or torch refuses such hooks."""
-    torchs: Any = torch._C._autograd
-    enabled = torchs._saved_tensors_hooks_is_enabled()
-    return not enabled or torchs._top_saved_tensors_default_hooks(True) is not None
 
 
 def tensor_of(x: Input) -> Tensor:
