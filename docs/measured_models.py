@@ -26,7 +26,7 @@ BATCH_NORMS = {
     "local": "local batch norms",
 }
 
-PARALLEL, FOUR, FP8 = "h200_parallel.jsonl", "h200_four.jsonl", "h200_fp8.jsonl"
+PARALLEL, BY_MODULES, FP8 = "h200_parallel.jsonl", "h200_modules.jsonl", "h200_fp8.jsonl"
 COLUMNS = {
     ("llama", "eager"): "eager, bfloat16",
     ("llama", "compile"): "`torch.compile`, bfloat16",
@@ -110,17 +110,17 @@ def batch_norms() -> Iterator[str]:
     yield from map(resnet_line, BATCH_NORMS)
 
 
-def four() -> Iterator[str]:
-    """The language model on four GPUs by its modules, in two runs."""
-    yield "| run | parallelism | modules | step | peak memory |"
-    yield "|---|---|---|---:|---:|"
-    groups: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows(FOUR):
-        key = row["environment"]["commit"][:7], row["engine"], row["modules"]
+def modules() -> Iterator[str]:
+    """The language model on several GPUs by its modules."""
+    yield "| run | parallelism | GPUs | modules | step | peak memory |"
+    yield "|---|---|---|---|---:|---:|"
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows(BY_MODULES):
+        commit, count = row["environment"]["commit"][:7], str(row["processes"])
+        key = commit, ENGINES[row["engine"]], count, MODULES[row["modules"]]
         groups.setdefault(key, []).append(row)
-    for (commit, engine, modules), turns in groups.items():
+    for words, turns in groups.items():
         peak = max(turn["peak_bytes"] for turn in turns) / 2**30
-        words = commit, ENGINES[engine], MODULES[modules]
         yield f"| {' | '.join(words)} | {milliseconds(turns):.1f} ms | {peak:.1f} GiB |"
 
 
@@ -157,7 +157,7 @@ def picture() -> str:
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "engines": engines,
     "batch_norms": batch_norms,
-    "four": four,
+    "modules": modules,
     "fp8": lambda: fp8(COLUMNS),
     "llama": lambda: fp8(SHORT),
 }
