@@ -27,6 +27,21 @@ BATCH_NORMS = {
 }
 
 PARALLEL, BY_MODULES, FP8 = "h200_parallel.jsonl", "h200_modules.jsonl", "h200_fp8.jsonl"
+STEPS = "h200_models.jsonl"
+BACKEND = '`torch.compile(backend="torchkiln")`'
+FORMS = {
+    "eager": "eager",
+    "compile": "`torch.compile`",
+    "replace": "`replace`",
+    "replace+compile": "`replace`, then `torch.compile`",
+    "backend": BACKEND,
+}
+LLAMA = FORMS | {
+    "head": "`replace(head=True)`",
+    "head recompute": "`replace(head=True, recompute=True)`",
+    "library": "`torch.compile` with the mask that transformers makes then",
+}
+"""Titles of the columns of docs/model_times.py."""
 COLUMNS = {
     ("llama", "eager"): "eager, bfloat16",
     ("llama", "compile"): "`torch.compile`, bfloat16",
@@ -154,12 +169,45 @@ def picture() -> str:
     return drawing.svg()
 
 
+def median_and_peak(row: Row) -> str:
+    """The cell of a step."""
+    return f"{row['seconds'] * 1e3:.1f} ms, {row['peak_bytes'] / 2**30:.1f} GiB"
+
+
+def llama() -> Iterator[str]:
+    """The steps of the language model in one run, with start-up."""
+    yield "| | median, ms | shortest, ms | peak, GiB | start-up, s |"
+    yield "|---|---:|---:|---:|---:|"
+    for column, title in LLAMA.items():
+        is_library = column == "library"
+        attention = "library" if is_library else "causal"
+        name = "compile" if is_library else column
+        for row in rows(STEPS, model="llama", column=name, attention=attention):
+            times = [f"{row[name] * 1e3:.1f}" for name in ("seconds", "least")]
+            cells = (*times, f"{row['peak_bytes'] / 2**30:.1f}", f"{row['start_seconds']:.1f}")
+            yield f"| {title} | {' | '.join(cells)} |"
+
+
+def models() -> Iterator[str]:
+    """The steps of all models, by what replaces or compiles them."""
+    yield f"| model, commit | {' | '.join(FORMS.values())} |"
+    yield f"|---{'|---' * len(FORMS)}|"
+    found = [row for row in rows(STEPS, attention="causal") if row["column"] in FORMS]
+    for model in dict.fromkeys(row["model"] for row in found):
+        own = {row["column"]: row for row in found if row["model"] == model}
+        (commit,) = {row["environment"]["commit"][:7] for row in own.values()}
+        cells = [median_and_peak(own[name]) if name in own else "" for name in FORMS]
+        yield f"| {own['eager']['title']}, {commit} | {' | '.join(cells)} |"
+
+
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "engines": engines,
     "batch_norms": batch_norms,
     "modules": modules,
     "fp8": lambda: fp8(COLUMNS),
     "llama": lambda: fp8(SHORT),
+    "steps": llama,
+    "models": models,
 }
 
 
