@@ -59,9 +59,9 @@ inline constexpr int kBulkBytesInFlight = 96 << 10;
 inline constexpr int64_t kFewestSlabBytes = 3 * kKiB;
 
 /// Fewest bytes per row for which slabs are faster than streaming. Aligned rows are streamed by up
-/// to two blocks. With grad_sum, one more tensor in each ring of slabs, up to eight blocks are
-/// faster. Layer norm in half precision keeps 2 x 32 column sums per thread, so among rows with an
-/// offset it streams only short ones.
+/// to two blocks. With grad_sum, which adds a tensor to each ring of slabs, streaming by up to
+/// eight blocks is faster. Layer norm in half precision keeps 2 x 32 column sums per thread, so
+/// among rows with an offset it streams only short ones.
 inline int64_t fewest_bytes_of_slabs(const NormBackward& p, Alignment alignment) {
   const bool is_half = p.dtype != Dtype::float32;
   if (alignment == Alignment::vector) return (p.grad_sum == nullptr ? 64 : 256) * kKiB;
