@@ -252,7 +252,7 @@ class Candidate:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop the process and those that it has started, for a while."""
+        """Stop the process, and those that it has started, until the block ends."""
         os.killpg(self.pid, signal.SIGSTOP)
         try:
             yield

@@ -35,7 +35,7 @@ def layer_at(facts: Facts, node: fx.Node, wanted: Wanted) -> list[str]:
 
 
 def name_of(tensors: list[Tensor]) -> str:
-    """The name of a layer in a table: of input, weight and perhaps bias; empty for other layers."""
+    """The name in a table of a layer with this input, weight and bias; empty for others."""
     x, weight, *bias = tensors
     if not is_wide(weight):
         return ""
