@@ -1,10 +1,9 @@
 // linear_kl(): the divergence of two linear layers' softmax per row, a chunk of rows at a time. The
 // kernels of logprob() compute the log-sum-exps of both layers' logits, those of divergence.cu the
-// divergence and its gradient for an incoming gradient of 1. This gradient takes the place of the
-// student's logits. If x is the only tensor of the student that requires a gradient, forward also
-// computes the gradient of x for incoming gradients of 1, and backward multiplies its rows. Else
-// backward computes the chunks again. The gradients of the teacher are those of the student with
-// the layers exchanged.
+// divergence and its gradient, which overwrites the student's logits. If x is the only tensor of
+// the student that requires a gradient, forward computes its gradient for incoming gradients of 1,
+// and backward multiplies the rows. Else backward computes the chunks again. The gradients of the
+// teacher are those of the student with the layers exchanged.
 
 #include "cross_entropy/linear_kl.h"
 
