@@ -42,8 +42,8 @@ inline int64_t most_bytes_without_slabs(const Norm& p, Alignment alignment) {
 inline constexpr int64_t kMostFewRows = 2048;
 inline constexpr int64_t kMostFewBytes = 16 << 20;
 // Calls with more rows, or with rows that are read element by element, also gain if the second read
-// takes less time than two costs of streaming: a second kernel, 3 us, and filling the rings. 1 x 1
-// in bfloat16 took 15 us streamed.
+// takes less time than streaming adds: a second kernel (3 us), and the time to fill the rings. A
+// single bfloat16 number took 15 us streamed.
 inline constexpr int64_t kMostFewElements = 1 << 20;
 
 // Bulk copies, backward. 64 to 96 KiB in flight per SM are enough to copy at full bandwidth. Rows

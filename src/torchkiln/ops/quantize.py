@@ -127,8 +127,8 @@ def dequantize(x: Quantized | QuantizedWeight, dtype: torch.dtype = torch.float3
 
     Args:
         x: a result of :func:`quantize` or of :func:`quantize_weight`.
-        dtype: float32, float64, float16 or bfloat16. float32 holds every value but
-            256 * 2^120, to which its largest numbers are rounded.
+        dtype: float32, float64, float16 or bfloat16. float32 holds every value but one: quantised,
+            its largest numbers become 256 * 2^120, which is infinity in float32.
     """
     return _dequantize(x.data, x.scale, dtype)
 

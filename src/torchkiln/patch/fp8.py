@@ -105,7 +105,7 @@ class PairInFP8(Plan):
 
 
 def take_pair(*layers: Any, x: Any) -> bool:
-    """Whether a call runs in FP8: all layers but the last read x, and the last their result."""
+    """Whether a call runs in FP8: the last layer reads the result of the others, which read x."""
     given = [plain_parameters(layer) for layer in layers]
     weights = [parameters[0] for parameters in given if parameters is not None]
     if len(weights) < len(layers) or len({(w.device, w.dtype) for w in weights}) > 1:

@@ -182,7 +182,7 @@ def run(function: Callable[..., Any], leaves: list[Tensor]) -> Tensor | str:
 
 
 def agree(found: Tensor, leaves: list[Tensor], formula: Formula) -> bool:
-    """Whether a result and its gradients are those of the op in float64, up to their dtype."""
+    """Whether a result and its gradients are those of the op in float64, up to their precision."""
     wide = converted([x.detach() for x in leaves], torch.float64)
     truth = formula.ours(*wide)
     if found.shape != truth.shape:

@@ -13,7 +13,7 @@ from torchkiln.patch.formula.linear import LEAST_INPUT, has_unaligned, is_wide
 
 
 def rewrite(facts: Facts, wanted: Wanted) -> list[str]:
-    """Replaces the layers for which the op takes less time; returns the names in a table."""
+    """Replaces the layers for which the op takes less time; returns their names in a table."""
     nodes = [node for node in facts.graph.nodes if node.target is F.linear]
     return [name for node in nodes for name in layer_at(facts, node, wanted)]
 
