@@ -93,7 +93,7 @@ def needs_none(
     allow_is_bidirectional_skip: bool = False,
     **_: Any,
 ) -> bool:
-    """Whether no mask is needed: attention, causal if there are several queries, has the same keys.
+    """Whether causal attention, or attention of one query, has the same keys without the mask.
 
     The arguments are those of transformers' ``sdpa_mask``, which returns None in the same cases
     outside of ``torch.compile``. ``allow_is_causal_skip`` is false for any pattern except causal

@@ -277,7 +277,7 @@ def required(function: FunctionType) -> int | None:
 
 
 def found_function(function: FunctionType) -> tuple[str, Callable[..., Any]] | str | None:
-    """Text and function of the replacement; the reason if there is none; None for another kind."""
+    """Text and function of the replacement; the reason if there is none; None if not a formula."""
     if "_kiln_original" in vars(function):
         return "replaced before"
     count = required(function)

@@ -59,7 +59,8 @@ NEXT = itertools.count()
 def trace_number() -> int:
     """The number of Dynamo's trace.
 
-    A noted tensor that leaves the graph keeps its attribute, even if it is changed later.
+    A noted tensor that leaves the graph keeps its attribute, even if the tensor is changed later:
+    the attribute counts only in the trace that set it.
     """
     context = torch._guards.TracingContext.get()
     if context not in NUMBERS:

@@ -23,7 +23,7 @@ READS_ALL = frozenset(("locals", "vars", "eval", "exec", "dir", "globals"))
 
 
 class Fed(NamedTuple):
-    """A parameter of a forward that only layers read, apart from its shape."""
+    """A parameter of a forward that only layers read; the forward reads its shape at most."""
 
     parameter: str
     is_first: bool
