@@ -105,7 +105,7 @@ inline void add_product(at::Tensor sum, const at::Tensor& a, const at::Tensor& b
   }
 }
 
-/// Memory for the logits of one chunk, which is used for each chunk in turn.
+/// Memory for the logits of one chunk. Each chunk uses it in turn.
 class ChunkLogits {
  public:
   /// If `memory` [rows, classes] is defined, it holds the logits, unless they are wide.

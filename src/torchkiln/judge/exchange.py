@@ -53,7 +53,7 @@ class Reply:
     """Types of outputs that are not plain tensors."""
     seconds: float
     changed: tuple[int, ...] = ()
-    """Inputs, by number among the tensors of the calls, whose bytes are not those sent."""
+    """The inputs whose bytes are not those sent, by number among the tensors of the calls."""
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def is_last_read(graph: Any, donated: type) -> bool:
 
     The gradient must also have the strides of the logits.
     """
-    if hasattr(graph, "parent"):  # the list has numbers of the whole graph's inputs
+    if hasattr(graph, "parent"):  # donated inputs are numbered in the whole graph
         return False
     node = graph.current_node
     logits = node.args[1]

@@ -174,7 +174,7 @@ def least_rows(n: int, k: int) -> int | None:
 
 
 def rows_of(x: Tensor) -> Any:
-    """The number of rows of an input, which may be a symbol."""
+    """The number of rows of an input, as an integer or a symbol."""
     return x.numel() // x.shape[-1]
 
 

@@ -79,7 +79,7 @@ class Recomputed:
     source: Source
 
     def hooks(self) -> contextlib.AbstractContextManager[object]:
-        """The context for a convolution of the result, which then saves the source instead."""
+        """The context in which a convolution of the result saves the source, not the result."""
         if has_other_hooks():
             return contextlib.nullcontext()
         # The hooks compare the address and keep no tensor, so the result can be freed early.

@@ -245,7 +245,7 @@ class Rewrites:
         return {name: entry for name, entry in found.items() if op_of(entry[1].plan)}
 
     def quiet(self, children: dict[str, nn.Module]) -> list[str]:
-        """The norms whose calls have no effect."""
+        """The norms whose calls have no side effect."""
         kinds = {
             name: self.matches[m][1].plan.kind for name, m in children.items() if m in self.matches
         }

@@ -114,7 +114,7 @@ def magnitude(
     ignore_index: int = -100,
     entropy: bool = False,
 ) -> Any:
-    """The magnitudes of the logarithm, and of the entropy with the errors of its probabilities."""
+    """The magnitudes of the logarithm and of the entropy, whose probabilities have errors, too."""
     z = scaled(logits, target, ignore_index, temperature)
     p, logs, of_row = terms(z)
     size = sizes(z)

@@ -240,7 +240,7 @@ GATED_LINEAR = replace(
     invalid=None,
     bench_variants=None,
     module=None,
-    devices=("cpu",),  # products of two dtypes round apart; tests/ops/test_fp8_gates.py
+    devices=("cpu",),  # products of two dtypes round differently; tests/ops/test_fp8_gates.py
     helpers=("gated_linear_fp8", "_gated_fp8_backward"),
     excluded={
         **LINEAR_FP8.excluded,
