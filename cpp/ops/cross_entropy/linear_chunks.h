@@ -160,7 +160,7 @@ class ChunkLogits {
       if (!memory_.defined()) memory_ = at::empty({wide_.size(0), stride_}, layer_.x.options());
       product_ = part(memory_);
     }
-    // The product with a weight of 0 is NaN where x is not finite.
+    // Added classes have a weight of 0: their logits are NaN where x is not finite.
     const int64_t added = columns_ - classes_;
     if (added > 0) product_.narrow(1, classes_, added).zero_();
     return product_;
