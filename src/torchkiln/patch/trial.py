@@ -1,4 +1,4 @@
-"""Times both forwards of each module on a real batch, and of the model, to keep what is faster."""
+"""Times both forwards of each module, and of the model, on a real batch; keeps the faster ones."""
 
 from __future__ import annotations
 

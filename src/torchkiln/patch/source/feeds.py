@@ -230,7 +230,7 @@ class Inline(OwnScope, ast.NodeTransformer):
 
 
 def fed_parameter(node: ast.FunctionDef) -> Fed | None:
-    """The first parameter that a forward passes to submodules, if it only reads its shape itself.
+    """The first parameter passed to submodules, if the forward itself reads only its shape.
 
     The submodules may be methods.
     """
