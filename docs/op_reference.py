@@ -263,7 +263,8 @@ def functions(family: str) -> list[Callable[..., Any]]:
 def modules(family: str) -> list[type[torch.nn.Module]]:
     """Public modules of a family."""
     found = [getattr(nn, name) for name in nn.__all__]
-    return [cls for cls in found if cls.__module__ == f"torchkiln.nn.{family}"]
+    home = f"torchkiln.nn.{family}."
+    return [cls for cls in found if f"{cls.__module__}.".startswith(home)]
 
 
 def calls(family: str) -> Iterable[str]:

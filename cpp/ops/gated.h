@@ -56,7 +56,7 @@ void overwrite_with_gradient(const at::Tensor& grad, const at::Tensor& packed, A
 /// act(gate) * up. Without `up`, gate and up are the halves of `gate`.
 at::Tensor gated(const at::Tensor& gate, Gate act, const MaybeTensor& up = std::nullopt);
 
-/// The gradients of gate and up, which are `kept`, for the incoming gradient of act(gate) * up.
+/// The gradients of `kept`, that is gate and up, for the incoming gradient of act(gate) * up.
 variable_list gradients(const Incoming& in, const Kept<2>& kept, Activation act);
 
 /// Checks gate and up, and returns the shape and the options of act(gate) * up.

@@ -21,7 +21,7 @@ def home_folder() -> Path | None:
 def cache_folder(variables: Mapping[str, str], home: Path | None) -> Path:
     """The folder below TORCHKILN_CACHE, else below the user's cache folder.
 
-    Raises an OSError if there is neither, as for a folder that cannot be written.
+    Raises an OSError if there is neither: the error of a folder that cannot be written.
     """
     if given := variables.get(VARIABLE):
         return Path(given) / "jit"

@@ -84,7 +84,7 @@ class TorchBuild(TypedDict):
 
 
 class BuildInfo(TypedDict):
-    """What the package was built with, as :func:`torchkiln.build_info` returns it."""
+    """The versions of the build, as :func:`torchkiln.build_info` returns them."""
 
     version: str
     """The version of torchkiln."""

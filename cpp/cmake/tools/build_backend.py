@@ -70,12 +70,12 @@ def named_torch(config_settings: dict[str, Any] | None) -> list[str]:
 
 
 def get_requires_for_build_wheel(config_settings: dict[str, Any] | None = None) -> list[str]:
-    """What a build in isolation installs before it builds a wheel."""
+    """The packages that a build in isolation installs before it builds a wheel."""
     torch = named_torch(config_settings)
     return torch + build.get_requires_for_build_wheel(config_settings)
 
 
 def get_requires_for_build_editable(config_settings: dict[str, Any] | None = None) -> list[str]:
-    """What a build in isolation installs before it makes an editable install."""
+    """The packages that a build in isolation installs before it makes an editable install."""
     torch = named_torch(config_settings)
     return torch + build.get_requires_for_build_editable(config_settings)

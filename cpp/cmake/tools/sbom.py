@@ -85,7 +85,7 @@ def _cuda(match: str) -> Part:
 
 
 def linked_in(commands: str, found: set[Part]) -> set[Part]:
-    """The static libraries in `ninja -t commands`, of the version of their headers."""
+    """The static libraries in `ninja -t commands`, with the version of their headers."""
     runtime = (part for part in found if part.name == "CUDA Toolkit headers")
     if "libcudart_static.a" not in commands:
         return set()

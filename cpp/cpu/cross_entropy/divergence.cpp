@@ -37,8 +37,9 @@ struct LogRow {
         log_sum_exp(number<C>(rows.log_sum_exp, row)),
         correction(std::log1p(number<C>(rows.mass, row) - C(1))) {}
 
-  /// The logits of a piece of the row, multiplied by the scale. In a loop of its own: see
-  /// row_logprob.
+  /// The logits of a piece of the row, multiplied by the scale. A separate loop, so that the
+  /// product is rounded before a subtraction: a fused multiply-subtract would return its rounding
+  /// error.
   void scaled(int64_t at, int64_t count, C* to) const {
     for (int64_t i = 0; i < count; ++i) to[i] = logits[at + i] * scale;
   }

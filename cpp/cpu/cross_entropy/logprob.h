@@ -11,8 +11,8 @@
 
 namespace torchkiln::cpu::TORCHKILN_ISA {
 
-/// Exponents z below this bound are raised to it in products z * exp(z): these products are 0, and
-/// so is that of -infinity, which would be NaN.
+/// Exponents z below this bound are raised to it in products z * exp(z): these products are then 0,
+/// also for -infinity, whose product would be NaN.
 template <class C>
 constexpr C kLeastExponent = C(-1e4);
 
@@ -95,7 +95,7 @@ void row_logprob_gradient(const CrossEntropyBackward& p, int64_t row, int64_t in
   for (int64_t at = 0; at < p.classes; at += kPiece) {
     const int64_t count = std::min(kPiece, p.classes - at);
     widen_run(scaled, logits + at, /*stride=*/1, count);
-    for (int64_t i = 0; i < count; ++i) scaled[i] *= factor;  // a separate loop, as in row_logprob
+    for (int64_t i = 0; i < count; ++i) scaled[i] *= factor;  // a separate loop: see row_logprob
     if (index >= at && index < at + count) at_target = gradient(scaled[index - at]) + own;
     store_run(grad_logits + at, /*stride=*/1, count, results,
               [&](int64_t i) { return gradient(scaled[i]); });

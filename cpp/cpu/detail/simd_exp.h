@@ -73,7 +73,7 @@ double piece_sum(const C* values, int64_t count) {
 
 /// The logarithm of a normal number, from the series of the inverse hyperbolic tangent; NaN for
 /// NaN. The relative error for float is at most 2e-9, one digit better than float. It replaces the
-/// C library's log, which loops over columns cannot vectorise, and whose symbol version needs a
+/// C library's log: a loop that calls log is not vectorised, and the symbol version of log needs a
 /// newer glibc than wheels may require.
 template <class C>
 TORCHKILN_FUNCTION double log_of(double number) {

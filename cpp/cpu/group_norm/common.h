@@ -38,7 +38,7 @@ class GroupSpan {
   int64_t first_channel() const { return first_channel_; }
   int64_t channels() const { return groups_ * channels_per_group_; }
   int64_t elements() const { return count_ * width_; }
-  /// The index within the span of a channel's group; `channel` is an index within the span, too.
+  /// The index of a channel's group within the span; `channel` is counted within the span, too.
   int64_t group_of(int64_t channel) const { return channel / channels_per_group_; }
 
   /// Calls body(at, count, channel) for all runs. `channel` is the first channel of the run,

@@ -12,8 +12,8 @@ namespace {
 // Rows per group: their terms of the gradients of weight and bias are added in registers, before
 // the running sums, which are as long as a row, are read and written. Short float32 rows are not
 // grouped: their sums stay in the L1 cache, and memory is written faster in one stream than in
-// several. Short rows of 16-bit types are grouped, because their conversions take longer, and those
-// of float64, because no wider type could add the sums of their blocks.
+// several. Short rows of 16-bit types are grouped, because their conversions take longer, and short
+// float64 rows, because no wider type could add the sums of their blocks.
 constexpr int64_t kGroup = 4;
 constexpr int64_t kShort = 1024;
 // Rows, or groups of rows, per block. The sums of a block have the compute type and are added to

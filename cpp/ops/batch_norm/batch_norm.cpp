@@ -187,7 +187,7 @@ struct BatchNormOp {
   }
 };
 
-/// The op that does not update the running statistics. Its graph has no mutation, which AOTInductor
+/// The op that does not update the running statistics. Its graph has no mutation, as AOTInductor
 /// requires.
 struct Op : BatchNormOp<Forward> {
   static constexpr const char* kSchema =

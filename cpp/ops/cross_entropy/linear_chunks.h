@@ -105,7 +105,7 @@ inline void add_product(at::Tensor sum, const at::Tensor& a, const at::Tensor& b
   }
 }
 
-/// Memory for the logits of one chunk, which is used for each chunk in turn.
+/// Memory for the logits of one chunk. Each chunk uses it in turn.
 class ChunkLogits {
  public:
   /// If `memory` [rows, classes] is defined, it holds the logits, unless they are wide.
@@ -160,7 +160,7 @@ class ChunkLogits {
       if (!memory_.defined()) memory_ = at::empty({wide_.size(0), stride_}, layer_.x.options());
       product_ = part(memory_);
     }
-    // The product with a weight of 0 is NaN where x is not finite.
+    // Added classes have a weight of 0: their logits are NaN where x is not finite.
     const int64_t added = columns_ - classes_;
     if (added > 0) product_.narrow(1, classes_, added).zero_();
     return product_;

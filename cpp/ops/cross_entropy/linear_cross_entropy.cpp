@@ -56,7 +56,8 @@ at::ScalarType product_dtype(const Call& call) { return call.layer.x.scalar_type
 
 Tensor composite(const Call& call) { return loss_of(logits_in(product_dtype(call), call), call); }
 
-/// vmap adds the bias after the product was rounded to x's dtype, so the product is float32 here.
+/// The product is float32, because vmap adds the bias in a separate op: a product in x's dtype
+/// would be rounded before the sum.
 Tensor batched(const Call& call) {
   return loss_of(logits_in(compute_dtype(product_dtype(call)), call), call);
 }

@@ -1,9 +1,9 @@
 // linear_kl(): the divergence of two linear layers' softmax per row, a chunk of rows at a time. The
 // kernels of logprob() compute the log-sum-exps of both layers' logits, those of divergence.cu the
-// divergence and its gradient for an incoming gradient of 1, which takes the place of the student's
-// logits. If only x requires a gradient of the student's tensors, forward computes the product with
-// it, and backward multiplies the rows. Else backward computes the chunks again. The gradients of
-// the teacher are those of the student with the layers exchanged.
+// divergence and its gradient, which overwrites the student's logits. If x is the only tensor of
+// the student that requires a gradient, forward computes its gradient for incoming gradients of 1,
+// and backward multiplies the rows. Else backward computes the chunks again. The gradients of the
+// teacher are those of the student with the layers exchanged.
 
 #include "cross_entropy/linear_kl.h"
 
@@ -24,8 +24,8 @@ void check_state(const char* op, const Call& call, const Tensor& state, const c1
 
 struct Forward {
   struct Arguments : Call {
-    MaybeTensor state;    // of the classes of all shards, if these are the classes of one
-    bool differentiates;  // x, for incoming gradients of 1
+    MaybeTensor state;    // numbers over all classes, if these are the classes of a shard
+    bool differentiates;  // computes grad_x, for incoming gradients of 1
 
     template <class Self>
     static auto fields(Self& self) {
@@ -39,7 +39,7 @@ struct Forward {
       "Tensor? state, bool differentiates) -> (Tensor, Tensor, Tensor)";
 
   /// The divergence, the numbers of each row, and the gradient of x in the compute dtype. With
-  /// `state` the divergence and its terms are the part of these classes.
+  /// `state`, the divergence and its terms are the part that the classes of this shard contribute.
   static Three meta(const Arguments& call) {
     check(kName, call);
     const Tensor& x = call.student.x;

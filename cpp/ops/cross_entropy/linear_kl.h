@@ -120,7 +120,7 @@ inline int64_t chunk_rows(const LogitLayer& student) {
 
 /// Incoming gradients for gradients of logits that are rounded to the dtype of x. For float16,
 /// whose range is small, they are divided by `factor`: gradients reach 64 if logarithms differ by
-/// 1, and they lose precision below 6e-5, which is 1e-6 of a probability.
+/// 1, and they lose precision below 6e-5, the gradient for a probability of 1e-6.
 struct RoundedGradients {
   Tensor grads;   // [rows]
   Tensor factor;  // one number; undefined for 1
@@ -142,7 +142,8 @@ inline constexpr int64_t kNumbers = 6, kOfStudent = 2, kOfTeacher = 5;
 /// Computes the divergence of a chunk of rows, and its gradient.
 class ChunkDivergence {
  public:
-  /// `teacher` may have some of the teacher's classes. Chunks have at most `rows` rows.
+  /// `teacher`: the teacher's layer, which may be reduced to some of its classes. Chunks have at
+  /// most `rows` rows.
   ChunkDivergence(const Call& flat, const LogitLayer& teacher, const Tensor& state, int64_t rows)
       : call_(flat), state_(state), teacher_(kName, teacher, rows) {}
 
@@ -168,8 +169,8 @@ class ChunkDivergence {
     arguments_.of_student = number(kOfStudent);
     arguments_.of_teacher = number(kOfTeacher);
   }
-  /// Computes the numbers of each row from the logits, and the divergence into `found`, [rows].
-  /// Log-sum-exps and masses that are known, those of more classes, are read instead.
+  /// Computes the numbers of each row from the logits, and the divergence into `found`, [rows]. If
+  /// `is_known`, the log-sum-exps and masses are read instead: the state has them for all classes.
   void run(const Tensor& found, const Rows& chunk, bool is_known) {
     const int64_t rows = state_.numel() / kNumbers;
     // The target may be any class, because the divergence overwrites its log-probability.

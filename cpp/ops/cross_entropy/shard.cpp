@@ -24,7 +24,7 @@ void check_shard(const char* op, const Tensor& logits, const Tensor& target,
               " classes of all shards");
 }
 
-/// Checks the numbers of whole rows, [count, rows], that the forward of all shards gave.
+/// Checks the state, [count, rows]: numbers of whole rows, joined from the results of all shards.
 void check_state(const char* op, const Tensor& state, int64_t count, const Tensor& logits) {
   const at::ScalarType compute = compute_dtype(logits.scalar_type());
   const c10::SymInt rows = sym_row_count(logits);

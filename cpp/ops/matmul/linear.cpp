@@ -192,7 +192,8 @@ struct Op {
 
   static Tensor composite(const Call& call) { return composite_in(call.x->scalar_type(), call); }
 
-  /// vmap adds the bias after the product was rounded to x's dtype, so the product is float32 here.
+  /// The product is float32, because vmap adds the bias in a separate op: a product in x's dtype
+  /// would be rounded before the sum.
   static Tensor batched(const Call& call) {
     return composite_in(compute_dtype(call.x->scalar_type()), call);
   }

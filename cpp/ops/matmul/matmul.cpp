@@ -94,9 +94,9 @@ Tensor flat_rows(const Tensor& matrices, SymIntArrayRef batch) {
 // Gradients of a matrix product for arguments of the given sizes. If the batch shared one matrix,
 // the sum over the batch becomes part of the product's inner sum, which is rounded once.
 //
-// A float32 matrix with contiguous columns gets a gradient with contiguous columns, as in torch,
-// whose product is as fast as that of forward. In half precision, rows are faster unless there are
-// few columns.
+// A float32 matrix with contiguous columns gets a gradient with contiguous columns, as in torch:
+// that product is as fast as the product of forward. In half precision, rows are faster unless
+// there are few columns.
 
 bool has_gradient_in_columns(const Tensor& matrix) {
   constexpr int64_t kFewColumns = 8;

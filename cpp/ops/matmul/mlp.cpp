@@ -52,7 +52,7 @@ struct Wanted {
   bool bias;
   bool output;
   bool overwrites;  // the results may overwrite the arguments
-  bool is_plain;    // nothing records or transforms the call, which need not be an op
+  bool is_plain;    // no trace, mode or transform must see the call as an op
 };
 
 // Gradients of a linear layer from the gradient of its output, as rows.
@@ -278,7 +278,8 @@ struct Op : Schema<Kind> {
     return composite_in(call.x->scalar_type(), call);
   }
 
-  /// vmap adds a bias after the product was rounded to x's dtype, so products are float32 here.
+  /// Products are float32, because vmap adds a bias in a separate op: a product in x's dtype would
+  /// be rounded before the sum.
   static Tensor batched(const Arguments& call) {
     return composite_in(compute_dtype(call.x->scalar_type()), call);
   }

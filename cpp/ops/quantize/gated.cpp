@@ -1,6 +1,6 @@
-// Gates with a result in E4M3, with the same bits as QuantizeOp of the gate, and as BothOp of the
-// gate's gradient. Both are first rounded to the dtype of the gate. On a GPU neither is written in
-// floating point, unless rows are not whole vectors.
+// Gates and their gradients with results in E4M3. The gate has the bits of QuantizeOp, its gradient
+// the bits of BothOp; both are first rounded to the dtype of the gate. On a GPU neither is written
+// in floating point, unless rows are not whole vectors.
 
 #include "detail/rows_view.h"
 #include "quantize/quantize.h"

@@ -147,8 +147,8 @@ bool reduce_into(const char* op, const Tensor& x, const Mask& mask, const Tensor
   return overflow.is_set();
 }
 
-/// Computes those elements of `out` that are infinite or NaN again, in float64, and scaled so that
-/// no sum of finite numbers overflows.
+/// Computes again, in float64, the elements of `out` that are infinite or NaN. The terms are scaled
+/// so that no sum of finite numbers overflows.
 void reduce_widely(const char* op, const Tensor& x, const Mask& mask, const Tensor& out,
                    double divisor) {
   constexpr double kScale = 0x1p-64;  // the sum of 2^64 float64 numbers is then finite

@@ -3,7 +3,7 @@
 // How sums are split among blocks. Depends on shape, strides, alignment and device only, and
 // includes no header of CUDA.
 //
-//   columns::Plan   sums over the rows of a matrix, as of the gradient of a bias: columns.cuh
+//   columns::Plan   sums over the rows of a matrix, as for the gradient of a bias: columns.cuh
 //   rows::Plan      one sum for each row: rows.cuh
 
 #include <algorithm>

@@ -31,7 +31,7 @@ Status activation_backward(const Elementwise<2>& arguments, Activation activatio
   });
 }
 
-/// One kernel serves all activations, which it selects at run time, as in gated/with_output.cu.
+/// One kernel for all activations selects one at run time, as in gated/with_output.cu.
 Status activation_backward_with_output(const Elementwise<2, 2>& arguments, Activation activation,
                                        CUstream_st* stream) {
   return dispatch_floating(arguments.dtype, [&](auto tag) {

@@ -33,8 +33,8 @@ inline constexpr int kResidentBlocks = 2;
 static_assert(kBackwardBlocks == kResidentBlocks, "choose() makes one plan for both");
 
 /// Shared memory of a block for the vectors in flight. It limits an SM of 9.0 to kOutputBlocks
-/// blocks of the pass that writes outputs. If four fit, the SMs that finish the previous kernel
-/// first take too many of the blocks.
+/// blocks of the pass that writes outputs. If four blocks fit, the SMs that finish the previous
+/// kernel first take too many of the blocks.
 inline constexpr int kRingBytes = 64 * 1024;
 
 /// Fewest planes per channel for which planes are folded, that is read as rows of all channels.

@@ -86,8 +86,8 @@ __device__ __forceinline__ RowLoss<C> finish_row(const CrossEntropy& p, int64_t 
     loss = mass * ((reference - base) + log_sum) - values[2];
     // An infinite probability times a distance of 0 made the loss NaN; the true loss is infinite.
     if (isinf(mass) && log_sum > C(0)) loss = mass;
-    // With label_smoothing 1 the target class has the factor 0. Times an infinite distance, the
-    // loss is NaN as in torch.
+    // With label_smoothing 1 the target class has the factor 0. 0 times an infinite distance makes
+    // the loss NaN, as in torch.
     if (p.target.label_smoothing == 1 && has_class)
       loss += C(0) * (log_sum_exp - convert<C>(logits[target.index]));
   } else {

@@ -10,8 +10,8 @@
 namespace torchkiln::cuda {
 namespace {
 
-/// Exponents z below this bound are raised to it in products z * exp(z): these products are 0, and
-/// so is that of -infinity, which would be NaN.
+/// Exponents z below this bound are raised to it in products z * exp(z): these products are then 0,
+/// also for -infinity, whose product would be NaN.
 template <class C>
 inline constexpr C kLeastExponent = C(-1e4);
 

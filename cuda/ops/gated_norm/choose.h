@@ -59,7 +59,8 @@ inline Alignment alignment_of_groups(const GatedNormBackward& p) {
 inline std::optional<GatedNormPlan> choose(const GatedNorm& p, Alignment alignment,
                                            const Device& device) {
   alignment = without_short_edges(p.dtype, alignment, p.columns);
-  // x and gate count as two rows. Small blocks, because those of a cluster are scheduled sooner.
+  // x and gate count as two rows. Blocks are small, because small blocks of a cluster are scheduled
+  // sooner.
   const auto rows = plan_rows(p.dtype, alignment, p.columns, 2, kRowThreads / 2, device);
   if (!rows) return std::nullopt;
   return GatedNormPlan{*rows, alignment};

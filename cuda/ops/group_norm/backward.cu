@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kTotalThreads)
   const C* const statistics = static_cast<const C*>(p.statistics) + group;
   const auto low = static_cast<double>(statistics[all]);
   const auto rstd = static_cast<double>(statistics[2 * all]);
-  int width = 1;  // wider rows where there are fewer parts than slices
+  int width = 1;  // wider if there are fewer parts than slices
   while (!kAlone && width < channels && width < kTotalThreads &&
          (width < kWarpLanes || kTotalThreads / width > parts.count))
     width *= 2;

@@ -59,7 +59,7 @@ inline std::optional<GroupPartsPlan> choose_parts(const GroupNormBackward& p,
   if (p.layout.inner > kMostSampleElements && p.layout.batch < kFewestSamples) return std::nullopt;
   const auto input = plan_group_parts(p.layout, p.dtype, {p.grad, p.x, p.grad_x}, device);
   if (!input) return std::nullopt;
-  int rows = 1;  // samples per step; the other warps of a block have more tiles
+  int rows = 1;  // samples per step, a warp each; further warps take other tiles
   while (rows < kSampleThreads / kWarpLanes && rows < p.layout.batch) rows *= 2;
   return GroupPartsPlan{*input,
                         plan_samples(p.layout, p.layout.count(), input->lanes, rows, device)};

@@ -37,9 +37,9 @@ inline constexpr int64_t kLeastDepthOfGateGradient = 2048;
 /// Least share of the computed elements that must be inside the result, in percent.
 inline constexpr int64_t kLeastPercentInside = 85;
 
-/// Whether tiles of 128 by 256 keep the SMs busy. This takes at least two rounds of tiles per SM,
-/// because no multiplications hide the epilogue of the last round, and most of the computed
-/// elements must be inside the result.
+/// Whether tiles of 128 by 256 keep the SMs busy. Two conditions: at least two rounds of tiles per
+/// SM, because no multiplications hide the epilogue of the last round; and most of the computed
+/// elements inside the result.
 inline bool fills(const Matmul& p, int64_t multiprocessors) {
   using namespace gemm::sm90;
   const int64_t tiles = gemm::count_tiles(p, kTileRows, kTileColumns);

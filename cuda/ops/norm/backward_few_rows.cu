@@ -140,7 +140,7 @@ __device__ __forceinline__ void gradients_of_elements(const NormBackward& p, con
 }
 
 /// Adds the terms of a thread's columns in kRows rows, `step` apart, to the sums of these columns.
-/// All loads are in flight together, which a loop that may end after each row would prevent.
+/// All loads are in flight together. A loop that may end after each row would prevent this.
 template <int kRows, int kLanes, bool kCentered, class T, class C>
 __device__ __forceinline__ void add_terms(const NormBackward& p, int64_t row, int64_t step,
                                           const T* grad, const T* z,

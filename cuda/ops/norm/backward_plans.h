@@ -44,8 +44,8 @@ TORCHKILN_HOST_DEVICE inline bool has_short_columns(const NormBackward& p) {
   return p.rows <= kRowsOfThread && aligned(p.grad_weight) && aligned(p.grad_bias);
 }
 
-/// Threads along a strip of columns. More rows have fewer threads, so that a thread sums up to 8
-/// rows, or 16 single elements. A strip has at least a sector of 32 bytes, or 4 elements.
+/// Threads along a strip of columns. The more rows, the fewer threads: a thread sums up to 8 rows,
+/// or 16 single elements. A strip has at least a sector of 32 bytes, or 4 elements.
 inline int strip_threads(const NormBackward& p, bool in_vectors) {
   const int64_t items = ceil_div(p.columns, in_vectors ? vector_lanes(p.dtype) : 1);
   const int64_t most = in_vectors ? std::clamp<int64_t>(kFewThreads * 8 / p.rows, 2, kStripThreads)

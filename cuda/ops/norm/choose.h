@@ -103,15 +103,15 @@ struct QuantizedPlan {
   static constexpr const char* kWhy =
       "A team holds the row, and quantises it: more vectors per thread, fewer instructions.";
   TeamShape team;
-  // Whether every thread has all of its columns or none, and the parameters have no options: the
-  // kernel then takes fewer instructions.
+  // Whether every thread has all of its columns or none, all parameters are given, and there is
+  // neither an offset nor a rounding before the weight: the kernel then takes fewer instructions.
   bool is_plain;
 };
 
 /// The plan that also quantises, for rows of whole vectors; nullopt if no team holds the row, so
 /// that two kernels compute it. The rate of instructions limits this kernel: a warp takes about 300
-/// per row for addresses, reduction and barrier. Therefore a thread has kManyItems vectors, and a
-/// row few warps.
+/// per row for addresses, reduction and barrier. Therefore a thread holds kManyItems vectors, so
+/// that few warps share a row.
 inline std::optional<QuantizedPlan> plan_quantized(const Norm& p, const Device& device) {
   const NormPlan plan = choose(p, alignment_of_rows(p), device);
   const auto* const one_pass = std::get_if<OnePassPlan>(&plan);

@@ -20,9 +20,9 @@ namespace torchkiln::cuda {
 using namespace norm_slabs;
 namespace {
 
-/// Merges the moments of slabs or warps, one per lane; interface as AddValues. Float32 is merged
-/// around the mean of all lanes. Half precision is merged around the mean of the first lane, which
-/// saves a reduction: the squared distance of that mean from the mean of all is at most the
+/// Merges the moments of slabs or warps, one per lane, with the interface of AddValues. Float32 is
+/// merged around the mean of all lanes. Half precision is merged around the mean of the first lane,
+/// which saves a reduction: the squared distance of that mean from the mean of all is at most the
 /// variance times the number of slabs.
 template <class T>
 struct MergeMomentsOfLanes {

@@ -32,7 +32,7 @@ struct SlabRows {
   int64_t columns;
   Dtype dtype;
   Alignment alignment;  // scalar: element by element, else in vectors
-  int run_rows;         // time between two runs, as rows that a team could copy
+  int run_rows;         // time between two runs, in rows that a team could copy
 };
 
 /// The distribution of rows. A team processes rows one by one. Rows that are read in vectors are

@@ -35,8 +35,8 @@ Grid make_grid(const SlabCall& call) {
   return grid;
 }
 
-/// The ring of one block. kLanes: elements per access; 1 if rows may begin anywhere. Merge:
-/// interface as AddValues.
+/// The ring of one block. kLanes: elements per access; 1 if rows may begin anywhere. Merge: has the
+/// interface of AddValues.
 template <class T, int kLanes, int kTensors, class Merge, int kValues>
 class SlabRing {
  public:

@@ -42,8 +42,8 @@ inline int64_t most_bytes_without_slabs(const Norm& p, Alignment alignment) {
 inline constexpr int64_t kMostFewRows = 2048;
 inline constexpr int64_t kMostFewBytes = 16 << 20;
 // Calls with more rows, or with rows that are read element by element, also gain if the second read
-// takes less time than two costs of streaming: a second kernel, 3 us, and filling the rings. 1 x 1
-// in bfloat16 took 15 us streamed.
+// takes less time than streaming adds: a second kernel (3 us), and the time to fill the rings. A
+// single bfloat16 number took 15 us streamed.
 inline constexpr int64_t kMostFewElements = 1 << 20;
 
 // Bulk copies, backward. 64 to 96 KiB in flight per SM are enough to copy at full bandwidth. Rows
@@ -59,9 +59,9 @@ inline constexpr int kBulkBytesInFlight = 96 << 10;
 inline constexpr int64_t kFewestSlabBytes = 3 * kKiB;
 
 /// Fewest bytes per row for which slabs are faster than streaming. Aligned rows are streamed by up
-/// to two blocks. With grad_sum, one more tensor in each ring of slabs, up to eight blocks are
-/// faster. Layer norm in half precision keeps 2 x 32 column sums per thread, so among rows with an
-/// offset it streams only short ones.
+/// to two blocks. With grad_sum, which adds a tensor to each ring of slabs, streaming by up to
+/// eight blocks is faster. Layer norm in half precision keeps 2 x 32 column sums per thread, so
+/// among rows with an offset it streams only short ones.
 inline int64_t fewest_bytes_of_slabs(const NormBackward& p, Alignment alignment) {
   const bool is_half = p.dtype != Dtype::float32;
   if (alignment == Alignment::vector) return (p.grad_sum == nullptr ? 64 : 256) * kKiB;

@@ -69,11 +69,12 @@ inline ColumnAccess column_access(const Reduction& p) {
   return {static_cast<int>(widest), static_cast<int>(fold)};
 }
 
-/// Gives blocks more rows while the second kernel, which adds `fold` sums of every block, would
-/// take longer than the first: with 5 columns it is one block.
+/// Gives blocks more rows as long as the second kernel, which adds `fold` sums of every block,
+/// would take longer than the first. With 5 columns, the second kernel is a single block.
 inline void balance_folded(reduce::columns::Plan& plan) {
-  constexpr int64_t kSums = 512;  // of a column that the second kernel loads together
-  constexpr int64_t kRows = reduce::columns::kMinRows;  // that a thread of the first one loads so
+  // A thread of the first kernel loads kRows rows at once; the second loads kSums sums of a column.
+  constexpr int64_t kSums = 512;
+  constexpr int64_t kRows = reduce::columns::kMinRows;
   const auto rounds = [&] { return plan.rows / (plan.chunks * plan.threads_y * kRows); };
   while (plan.chunks > 1 && plan.chunks * plan.fold / kSums > 2 * rounds()) plan.chunks /= 2;
 }

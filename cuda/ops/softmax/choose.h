@@ -43,9 +43,9 @@ inline constexpr int kTileStaticBytes = (kMaxTileThreads + 2 * kMaxTileRows) * 8
 // Short rows, each computed by threads of one warp.
 inline constexpr int kShortThreads = 128;
 inline constexpr int kShortItems = 4;                  // elements per thread, at most
-inline constexpr int kSingleRows = 8 * kShortThreads;  // of a block, if rows have one element
-/// Rows of a thread if there are many: with one row, its few bytes in flight do not hide the
-/// latency.
+inline constexpr int kSingleRows = 8 * kShortThreads;  // rows per block, if a row is one element
+/// Rows per thread, if there are many rows. The bytes in flight of a single short row would not
+/// hide the latency.
 inline constexpr int kShortRows = 4;
 /// Longest short row, in bytes.
 inline constexpr int64_t kShortBytes = 96;
@@ -96,13 +96,13 @@ struct TilePlan {
 struct ShortPlan {
   static constexpr const char* kWhy = "A row is short: threads of a warp share it.";
   int64_t blocks;
-  int log_lanes;  // threads of a row
-  int rows;       // of a thread: 1 or kShortRows
+  int log_lanes;  // log2 of the threads per row
+  int rows;       // per thread: 1 or kShortRows
 };
 
 using SoftmaxPlan = std::variant<RegistersPlan, PartsPlan, StridedPlan, TilePlan, ShortPlan>;
 
-/// Whether scaling keeps the order of numbers, and -infinity, which kernels without a mask require.
+/// Whether scaling keeps -infinity and the order of numbers. Kernels without a mask require both.
 inline bool keeps_order(double scale) { return scale > 1e-30 && scale < 1e30; }
 
 inline Alignment alignment_of_rows(const Softmax& p) {
@@ -114,8 +114,8 @@ inline Alignment alignment_of_rows(const SoftmaxBackward& p) {
   return alignment_of(tensors, p.dtype, p.outer, p.length);
 }
 
-/// A warp for each row that would leave most of a second warp idle: more rows are in flight, and no
-/// barrier is needed. For one tensor, as the vectors of two fill the registers.
+/// One warp for each row that would leave most of a second warp idle: more rows are in flight, and
+/// no barrier is needed. Only if one tensor is read, because the vectors of two fill the registers.
 inline std::optional<RowPlan> plan_warps(Dtype dtype, Alignment alignment, int64_t rows,
                                          int64_t columns, const Device& device) {
   constexpr int64_t kMostVectors = 5 * kWarpLanes;

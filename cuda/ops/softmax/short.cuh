@@ -181,7 +181,8 @@ Status launch_short(const typename Row::Problem& p, const ShortPlan& plan, CUstr
     return launch_overlapped(kernel, grid, stream, p, plan.log_lanes);
   };
   if (plan.rows == 1) return launch(softmax_short_rows<Row, 1, kShortItems>);
-  // A pair has a kernel of two items: kShortItems would be twice as many as its elements.
+  // Rows of two elements have a kernel with two items per thread: kShortItems would be twice as
+  // many.
   return p.length == 2 ? launch(softmax_short_rows<Row, kShortRows, 2>)
                        : launch(softmax_short_rows<Row, kShortRows, kShortItems>);
 }

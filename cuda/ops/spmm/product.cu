@@ -3,7 +3,7 @@
 // detail/sparse/csr_split.cuh. choose.h selects how the dense matrix is read:
 //
 //   rows      vectors of a row, one per lane
-//   columns   the same of a matrix whose columns are adjacent, if it has few entries to read
+//   columns   vectors of a row whose elements are not adjacent, if the matrix has few entries
 //   spaced    elements of a row that are spaced by a warp, if its vectors are short
 //
 // A second kernel adds the parts of long rows. sampled.cu has the gradient of the values,

@@ -63,7 +63,7 @@ def normed(*, residual: bool, bias: bool) -> Callable[[torch.device, torch.dtype
 
 
 def packed(device: torch.device, dtype: torch.dtype, shape: Shape) -> Sample:
-    """Gate and up as the halves of a matrix, whose result has the given columns."""
+    """Gate and up as the halves of a matrix; the result of the gate has the given shape."""
     return rows(device, dtype, (shape[0], 2 * shape[1]))
 
 

@@ -212,7 +212,7 @@ def gated_mlp(call: Call) -> Choices:
 
 
 def mlp(call: Call) -> Choices:
-    """The choices of :func:`gated_mlp`; also shards of hidden features, which give parts."""
+    """The choices of :func:`gated_mlp`; also of hidden features, with parts of sums as results."""
     yield from gated_mlp(call)
     hidden: dict[str, Placement] = {"up_weight": Shard(0), "up_bias": Shard(0)}
     yield [Partial()], {**hidden, "down_weight": Shard(1), "down_bias": Partial()}

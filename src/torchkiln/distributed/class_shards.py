@@ -111,7 +111,7 @@ def join(parts: Tensor, ignored: Tensor, z_loss: float) -> Rows:
     if z_loss:
         loss = loss + z_loss * weight * log_sum_exp.square()
         factor = factor + 2 * z_loss * weight * log_sum_exp
-    # Corrects for the kernel, which subtracts the rounded log_sum_exp.
+    # The kernel subtracts the rounded log_sum_exp; the factor corrects for the rounding.
     rounding = (maximum - log_sum_exp) + log_sum
     factor = factor * torch.where(rounding.isfinite(), (-rounding).exp(), 1)
     return Rows(loss.masked_fill(ignored, 0), torch.stack([log_sum_exp, factor]), weight)

@@ -61,10 +61,11 @@ class Pair:
         return (x, weight, y, weight_y, bias, bias_y, *options)
 
     def numbers(self, direction: Direction, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The divergence and the state, ``[2, 3, rows]``: of each layer log-sum-exp, mass, terms.
+        """The divergence and the state, ``[2, 3, rows]``: log-sum-exp, mass, terms of each layer.
 
-        They are those of the classes of this process as if they were all, or, with the state of all
-        classes, the part of these classes.
+        Without ``state``, both are computed as if the classes of this process were all classes.
+        With the state of all classes, they are the part that the classes of this process
+        contribute.
         """
         flat = None if state is None else state.flatten()
         found, own, _ = torch.ops.torchkiln._linear_kl_forward.default(
@@ -126,7 +127,7 @@ def whole(parts: Tensor) -> tuple[Tensor, Tensor]:
     distance = distance.masked_fill(is_empty, -torch.inf)
     log_sum = torch.logsumexp(distance, 0)
     log_sum_exp = maximum + log_sum
-    # Corrects for the kernels, which subtract the rounded log_sum_exp.
+    # The kernels subtract the rounded log_sum_exp; the mass corrects for the rounding.
     rounding = (maximum - log_sum_exp) + log_sum
     mass = torch.where(rounding.isfinite(), (-rounding).exp(), 1)
     return torch.stack([log_sum_exp, mass, torch.zeros_like(mass)]), distance - log_sum

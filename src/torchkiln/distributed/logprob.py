@@ -71,7 +71,7 @@ def join(parts: Tensor, ignored: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         moment = (factor * (parts[:, MOMENT] + distance * parts[:, SUM])).sum(0)
         entropy = (log_sum - moment / total).masked_fill(ignored, 0)
     log_sum_exp = maximum + log_sum
-    # Corrects for the kernel, which subtracts the rounded log_sum_exp.
+    # The kernel subtracts the rounded log_sum_exp; the mass corrects for the rounding.
     rounding = (maximum - log_sum_exp) + log_sum
     mass = torch.where(rounding.isfinite(), (-rounding).exp(), 1)
     return logp.masked_fill(ignored, 0), entropy, torch.stack([log_sum_exp, mass, entropy])

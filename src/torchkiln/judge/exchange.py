@@ -53,7 +53,7 @@ class Reply:
     """Types of outputs that are not plain tensors."""
     seconds: float
     changed: tuple[int, ...] = ()
-    """Inputs, by number among the tensors of the calls, whose bytes are not those sent."""
+    """The inputs whose bytes are not those sent, by number among the tensors of the calls."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ class Candidate:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop the process and those that it has started, for a while."""
+        """Stop the process, and those that it has started, until the block ends."""
         os.killpg(self.pid, signal.SIGSTOP)
         try:
             yield

@@ -1,6 +1,6 @@
 """Tricks that leave traces in the process of a candidate: replaced functions, switched modes.
 
-They change no verdict about right and fast, which are measured in another process. They are named
+They do not change the verdict: results and times are measured in another process. They are named
 because they show what the candidate tried.
 """
 

@@ -88,9 +88,9 @@ class Problem:
     def magnitude(self, dtype: torch.dtype, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         """The size of the terms behind each output, found by moving the inputs a little.
 
-        A sum is as sensitive as its terms are large, also where they cancel. It is multiplied by
-        the root of the number of terms, for sums in one accumulator. Torch's own worst error in a
-        row of the output is added, since its rounding errors are as random as the candidate's.
+        A sum is as sensitive as its terms are large, also where they cancel. The size is multiplied
+        by the root of the number of terms, for sums in one accumulator. Torch's own worst error in
+        a row of the output is added, since its rounding errors are as random as the candidate's.
         Elements far below the usual size of the output may have an absolute error: another formula
         may find them as a difference.
         """

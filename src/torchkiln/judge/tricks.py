@@ -68,7 +68,7 @@ def unwritten(y: Tensor) -> Tensor:
 
 
 def is_wrong(y: Tensor, truth: Tensor) -> Tensor:
-    """Elements that are not close to the truth by a wide margin."""
+    """Elements whose distance from the truth exceeds 64 rounding errors."""
     size = truth.abs() + _row_size(truth)
     eps = torch.finfo(y.dtype).eps if y.is_floating_point() else 0.0
     return ~((y.double() - truth).abs() <= 64 * eps * size) & truth.isfinite()

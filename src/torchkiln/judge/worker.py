@@ -180,7 +180,7 @@ class Worker:
         return rows, at
 
     def again(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Store the outputs of a held call a second time, after a while."""
+        """Wait, then store the outputs of a held call a second time."""
         time.sleep(message["seconds"])
         if self.is_cuda:
             self.synchronize()

@@ -17,7 +17,7 @@ import torch
 ENVIRONMENT = {
     # Idle threads sleep, so that CPU time between calls is work of the candidate.
     "OMP_WAIT_POLICY": "PASSIVE",
-    # No CUDA before a fork, which a forked process could not use.
+    # No CUDA before a fork: a forked process could not use it.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     # Freed memory is used again, poisoned, rather than returned to the system and zeroed.
     "MALLOC_MMAP_THRESHOLD_": str(1 << 25),

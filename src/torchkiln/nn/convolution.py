@@ -81,8 +81,9 @@ def conv_norm_act(
     """``act(norm(conv(x)) + residual)``.
 
     In eval mode the batch norm is folded into the weight of the convolution, unless
-    :func:`run_folded` returns None. A fold is valid for some versions of the parameters, which a
-    compiled graph cannot check: there the batch norm runs. ``in_place`` as for :func:`norm_act`.
+    :func:`run_folded` returns None. A fold is valid as long as the parameters keep their versions.
+    A compiled graph cannot check versions, so it contains the batch norm. ``in_place`` as for
+    :func:`norm_act`.
     """
     parts = None if norm.training or is_compiling() else parts_of(conv, norm, x)
     if parts is None:

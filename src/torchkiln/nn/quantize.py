@@ -160,7 +160,7 @@ def gated_product(gate: nn.Linear, up: nn.Linear, x: Tensor | Quantized, act: Ga
 
 
 def can_join(gate: Any, up: Any) -> bool:
-    """Whether two layers have weights of whole blocks of rows, which one product can multiply."""
+    """Whether the weights of two layers can be joined for one product: whole blocks of rows."""
     one, other = gate.weight, up.weight
     return (
         not is_compiling()  # the graph would join the weights in each run

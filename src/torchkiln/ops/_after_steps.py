@@ -1,4 +1,4 @@
-"""Calls after each step of an optimizer, which drop copies of the changed parameters."""
+"""Calls that drop copies of the changed parameters after each step of an optimizer."""
 
 from collections.abc import Callable
 from typing import Any

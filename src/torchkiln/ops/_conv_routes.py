@@ -214,7 +214,7 @@ def run_folded(
 def signature(
     x: Tensor, residual: Tensor | None, geometry: Geometry, act: Activation, eps: float
 ) -> tuple[Any, ...]:
-    """The properties of a call, apart from its parts, that decide its route."""
+    """The properties of a call, besides its :class:`Parts`, that decide how it is computed."""
     added = None if residual is None else (residual.shape, residual.dtype, residual.device)
     kind = "cuda" if x.is_cuda else "cpu"
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

@@ -19,8 +19,8 @@ MADE: set[str] = set()
 def shorten_messages(module: ModuleType) -> None:
     """Leaves the arguments out of messages about ops that jit made, or of a library of the kit.
 
-    That is a namespace with an op of ``torchkiln::define``. Does nothing in a torch without these
-    messages.
+    A library of the kit is a namespace with an op of ``torchkiln::define``. Does nothing in a torch
+    without these messages.
     """
     issue = getattr(module, "OperatorIssue", None)
     usual = getattr(issue, "operator_str", None)

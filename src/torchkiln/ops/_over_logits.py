@@ -71,7 +71,7 @@ def is_last_read(graph: Any, donated: type) -> bool:
 
     The gradient must also have the strides of the logits.
     """
-    if hasattr(graph, "parent"):  # the list has numbers of the whole graph's inputs
+    if hasattr(graph, "parent"):  # donated inputs are numbered in the whole graph
         return False
     node = graph.current_node
     logits = node.args[1]
@@ -108,7 +108,7 @@ def storages(node: Node) -> set[StorageWeakRef]:
 
 def has_strides_of(one: Node, other: Node) -> bool:
     """Whether two nodes have the same strides, without a guard on a symbolic size."""
-    # Imported here because it imports sympy.
+    # Imported here, because it imports sympy, which takes half a second.
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # noqa: PLC0415
 
     pairs = zip(one.meta["val"].stride(), other.meta["val"].stride(), strict=True)

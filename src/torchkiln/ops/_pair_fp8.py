@@ -54,7 +54,7 @@ def quantized_gate(act: Gate, gate: Tensor, up: Tensor | None = None) -> Quantiz
 
 
 def activated(act: str, x: Tensor) -> Tensor:
-    """The activation, as the operand of a product, which quantises it."""
+    """The activation, as an operand that the product quantises."""
     return x if act == "none" else ACTIVATIONS[act](x)
 
 

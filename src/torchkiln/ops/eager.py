@@ -64,7 +64,7 @@ def eager(
         parameters = inspect.signature(traced).parameters
         renames = former or {}
         order = declared(parameters, names, renames)
-        # The route compares these arguments with their defaults.
+        # The generated function compares these arguments with their defaults.
         known = dict.fromkeys((*beside, *(one.now for one in renames.values())))
         op = traced.__name__.removeprefix("_")
         count = sum(p.kind is not p.KEYWORD_ONLY for p in parameters.values())
@@ -119,7 +119,7 @@ def is_changed(name: str) -> str:
 def declared(
     parameters: Mapping[str, inspect.Parameter], names: Iterable[str], former: Iterable[str]
 ) -> list[str]:
-    """The parameters of a route, without defaults.
+    """The parameters of a generated function, without defaults.
 
     No parameter is keyword-only, because a keyword-only default costs 20 ns in each call. Instead,
     torch's names, or a parameter that must stay empty, follow the positional parameters. Former

@@ -127,8 +127,8 @@ def dequantize(x: Quantized | QuantizedWeight, dtype: torch.dtype = torch.float3
 
     Args:
         x: a result of :func:`quantize` or of :func:`quantize_weight`.
-        dtype: float32, float64, float16 or bfloat16. float32 holds every value but
-            256 * 2^120, to which its largest numbers are rounded.
+        dtype: float32, float64, float16 or bfloat16. float32 holds every value but one: quantised,
+            its largest numbers become 256 * 2^120, which is infinity in float32.
     """
     return _dequantize(x.data, x.scale, dtype)
 
@@ -153,13 +153,13 @@ def linear_fp8(
     quantised. Forward keeps ``x`` for backward in float8_e4m3fn. Second derivatives, torch.func and
     forward mode raise an error.
 
-    Products are those of ``torch.nn.functional.scaled_mm``: compute capability 9.0. A CPU
-    multiplies the dequantised factors in float32, for tests.
+    Products are those of ``torch.nn.functional.scaled_mm``, which needs compute capability 9.0. A
+    CPU multiplies the dequantised factors in float32, for tests.
 
     Args:
         x: ``[..., k]``; float32, float16 or bfloat16, or quantised: several layers can then share
-            it. The result has the dtype of ``x``. For a quantised one that is known if autograd
-            records it; else the result has the dtype of ``weight``.
+            it. The result has the dtype of ``x``. If ``x`` is quantised, it has the dtype of the
+            tensor that was quantised if autograd records that tensor, else the dtype of ``weight``.
         weight: ``[n, k]``; float32, float16 or bfloat16, whatever the dtype of ``x``.
         bias: ``[n]``; of the dtype of the result, or float32 if that has half precision; a GPU
             rounds it to the dtype of the result.

@@ -93,7 +93,7 @@ def needs_none(
     allow_is_bidirectional_skip: bool = False,
     **_: Any,
 ) -> bool:
-    """Whether attention without a mask, causal for several queries, attends to the same keys.
+    """Whether causal attention, or attention of one query, has the same keys without the mask.
 
     The arguments are those of transformers' ``sdpa_mask``, which returns None in the same cases
     outside of ``torch.compile``. ``allow_is_causal_skip`` is false for any pattern except causal
@@ -136,7 +136,7 @@ def makes_masks(model: nn.Module) -> bool:
 
 
 def why_not(models: tuple[nn.Module, ...]) -> str:
-    """The reason not to route models that share a config; empty if there is none."""
+    """The reason to keep the attention of models that share a config; empty if there is none."""
     from transformers import masking_utils, modeling_utils  # noqa: PLC0415
     from transformers.integrations import sdpa_attention  # noqa: PLC0415
 
@@ -193,7 +193,7 @@ def compares_name(file: str) -> bool:
 
 @dataclass(frozen=True)
 class Counted(Plan):
-    """The forward of a class that counts positions itself, without passing them to its masks."""
+    """The forward of a class that counts positions itself, and does not pass them to its masks."""
 
     kind: ClassVar[str] = "attention"
     saved_as: ClassVar[str] = "counted"
@@ -225,7 +225,7 @@ class Counted(Plan):
 
 
 def counted(model: nn.Module) -> Counted | None:
-    """The plan of a model that passes positions that it counts to its masks, or None."""
+    """The plan of a model that counts positions and passes them to its masks; None for others."""
     function = forward_of(type(model))
     node = function if isinstance(function, str) else definition(function)
     if isinstance(function, str) or isinstance(node, str) or replaced_before(model):
@@ -241,7 +241,7 @@ def routed(
     *,
     dry_run: bool,
 ) -> tuple[list[tuple[Replacement, nn.Module, Plan]], list[Callable[[], None]]]:
-    """Routes the attention of transformers' models, and adds rows.
+    """Gives transformers' models torchkiln's attention, and adds rows.
 
     The name ``attention`` stands for all of them. Returns the plans of models that count positions,
     except those in ``taken``, and functions that undo the rest.
@@ -269,7 +269,7 @@ def routed(
 
 
 def route(found: Route) -> Callable[[], None]:
-    """Routes the attention of models that share a config; returns a function that undoes it."""
+    """Gives models that share a config torchkiln's attention; returns a function that undoes it."""
     registration = _restore_attention()
     found.config._attn_implementation_internal = NAME
     for model in found.models:

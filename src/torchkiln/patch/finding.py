@@ -38,7 +38,7 @@ def with_rows(
 def matched(
     model: nn.Module, search: Search, rows: list[Replacement], skip: Skip, kinds: tuple[str, ...]
 ) -> list[tuple[Replacement, nn.Module, Match]]:
-    """The modules that compute the formula of an op. Adds missing rows of modules."""
+    """The modules that compute the formula of an op. Adds rows for modules without one."""
     matches: list[tuple[Replacement, nn.Module, Match]] = []
     default = first_dtype(model.parameters()) or torch.float32
     parts: set[nn.Module] = set()

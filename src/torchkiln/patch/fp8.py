@@ -105,7 +105,7 @@ class PairInFP8(Plan):
 
 
 def take_pair(*layers: Any, x: Any) -> bool:
-    """Whether a call runs in FP8: all layers but the last read x, and the last their result."""
+    """Whether a call runs in FP8: the last layer reads the result of the others, which read x."""
     given = [plain_parameters(layer) for layer in layers]
     weights = [parameters[0] for parameters in given if parameters is not None]
     if len(weights) < len(layers) or len({(w.device, w.dtype) for w in weights}) > 1:
@@ -139,14 +139,14 @@ def missing(kind: str, index: int | None) -> str:
     return found_missing(kind, index)
 
 
-# The mark that torch.compiler.assume_constant_result sets. A call of it imports the compiler, which
-# takes 3 s.
+# The mark that torch.compiler.assume_constant_result sets. That function is not called, because it
+# imports the compiler, which takes 3 s.
 missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache
 def found_missing(kind: str, index: int | None) -> str:
-    """missing(), cached per device; a second function, as Dynamo does not trace cached ones."""
+    """missing(), cached per device. It is separate because Dynamo traces no cached function."""
     if kind != "cuda":
         return f"FP8 needs a GPU of compute capability 9.0, got {kind}"
     found = torch.cuda.get_device_capability(index)
@@ -174,7 +174,7 @@ def least_rows(n: int, k: int) -> int | None:
 
 
 def rows_of(x: Tensor) -> Any:
-    """The number of rows of an input, which may be a symbol."""
+    """The number of rows of an input, as an integer or a symbol."""
     return x.numel() // x.shape[-1]
 
 
@@ -183,8 +183,8 @@ def gains(rows: Any, weight: Tensor) -> bool:
     least = least_rows(weight.shape[0], weight.shape[1])
     if least is None or not is_compiling():
         return least is not None and bool(rows >= least)
-    # Imported here, because it imports sympy: half a second of import torchkiln at the top of the
-    # file.
+    # Imported here, because it imports sympy: at the top of the file it would add half a second to
+    # the import of torchkiln.
     from torch.fx.experimental.symbolic_shapes import guard_or_false  # noqa: PLC0415
 
     return guard_or_false(rows >= least)  # false for rows that depend on data
@@ -203,7 +203,7 @@ def takes(layer: Any, x: Any) -> bool:
 
 
 def is_differentiated() -> bool:
-    """Whether torch.func or forward-mode AD transforms the call, which the op refuses."""
+    """Whether torch.func or forward-mode AD transforms the call; the op refuses such calls."""
     stack: Any = torch._C._functorch.peek_interpreter_stack()
     return stack is not None or forward_ad._current_level >= 0
 

@@ -182,7 +182,7 @@ def run(function: Callable[..., Any], leaves: list[Tensor]) -> Tensor | str:
 
 
 def agree(found: Tensor, leaves: list[Tensor], formula: Formula) -> bool:
-    """Whether a result and its gradients are those of the op in float64, up to their dtype."""
+    """Whether a result and its gradients are those of the op in float64, up to their precision."""
     wide = converted([x.detach() for x in leaves], torch.float64)
     truth = formula.ours(*wide)
     if found.shape != truth.shape:
@@ -277,7 +277,7 @@ def required(function: FunctionType) -> int | None:
 
 
 def found_function(function: FunctionType) -> tuple[str, Callable[..., Any]] | str | None:
-    """Text and function of the replacement; the reason if there is none; None for another kind."""
+    """Text and function of the replacement; the reason if there is none; None if not a formula."""
     if "_kiln_original" in vars(function):
         return "replaced before"
     count = required(function)

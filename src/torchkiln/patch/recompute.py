@@ -65,7 +65,7 @@ class Recomputed:
     source: Source
 
     def hooks(self) -> contextlib.AbstractContextManager[object]:
-        """The context for a call of the layer, which then saves the source instead."""
+        """The context in which a call of the layer saves the source, not the result."""
         if has_other_hooks():
             return contextlib.nullcontext()
         # The hooks compare the address and keep no tensor, so the result can be freed early.

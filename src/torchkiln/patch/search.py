@@ -122,7 +122,7 @@ def own_values(module: nn.Module) -> tuple[tuple[tuple[str, ...], Any], ...]:
 
 
 def replaced_before(module: nn.Module) -> str:
-    """The reason if a module has a forward of torchkiln or of its instance; empty otherwise."""
+    """The reason if the forward is torchkiln's, or an attribute of the instance; else empty."""
     if hasattr(type(module), "_kiln_plan") or type(module).__module__.startswith("torchkiln.nn"):
         return "is torchkiln's already"
     if "forward" in vars(module):

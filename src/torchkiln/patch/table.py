@@ -103,8 +103,8 @@ def limits(op: str, dtype: torch.dtype, device: str) -> tuple[tuple[float, bool]
     return tuple((end, row.is_ours) for end, row in zip(ends, rows, strict=False))
 
 
-# The mark that torch.compiler.assume_constant_result sets. A call of it imports the compiler, which
-# takes 3 s.
+# The mark that torch.compiler.assume_constant_result sets. That function is not called, because it
+# imports the compiler, which takes 3 s.
 limits._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -123,8 +123,8 @@ def is_chosen(op: str, x: Tensor, columns: Any, *, unmeasured: bool) -> bool:
     ``unmeasured`` is the result for ops, dtypes and devices without times. Dynamo runs this
     function.
     """
-    # Imported here, because it imports sympy: half a second of import torchkiln at the top of the
-    # file.
+    # Imported here, because it imports sympy: at the top of the file it would add half a second to
+    # the import of torchkiln.
     from torch.fx.experimental.symbolic_shapes import guard_or_false  # noqa: PLC0415
 
     for end, is_ours in limits(op, x.dtype, x.device.type):

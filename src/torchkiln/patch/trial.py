@@ -1,4 +1,4 @@
-"""Times both forwards of each module on a real batch, and of the model, to keep what is faster."""
+"""Times both forwards of each module, and of the model, on a real batch; keeps the faster ones."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def seconds(device: torch.device, run: Call, count: int = 1) -> float:
 
 
 def compared(device: torch.device, run: Call, forms: Sequence[Call], budget: float) -> list[float]:
-    """Median seconds of ``run`` with each form of the model; a call of ``forms[i]`` makes form i.
+    """Median seconds of ``run`` with each form of the model; ``forms[i]()`` sets form i.
 
     An untimed call follows each change of the form: the first call of a module with another class
     renews what the module remembers between calls.

@@ -205,8 +205,8 @@ class Truth(Generic[T]):
 class Truths:
     """The float64 results of calls of one sample, which calls with equal values share.
 
-    They are most of the work of a comparison, and do not depend on strides. Nor does the error of
-    a result whose bits another call had: it is compared once.
+    They are most of the work of a comparison, and do not depend on strides. A result with the bits
+    of an earlier call is not compared again.
     """
 
     def __init__(self) -> None:

@@ -104,7 +104,7 @@ class Sample:
     def start_generators(self) -> None:
         """Seed torch's generators, if the call has a seed.
 
-        torch.manual_seed() takes 100 times as long, for generators of devices without a tensor.
+        torch.manual_seed() would take 100 times as long, because it seeds all devices.
         """
         if self.seed is None:
             return

@@ -33,7 +33,7 @@ def alike(*names: str, **numbers: float) -> Callable[[torch.device, torch.dtype]
         names: of the tensors, the first arguments of the op; each is filled with normal deviates.
         numbers: the other arguments by name. Samples pass them by name, by position, or not at all.
     """
-    return partial(samples, names, numbers)  # which can be pickled, unlike a local function
+    return partial(samples, names, numbers)  # a partial: a local function could not be pickled
 
 
 def samples(

@@ -19,7 +19,7 @@ SHOWN_NAMESPACES = ("elementwise", "rows", "columns", "sm90", "tensor_core", "si
 
 
 class Access(NamedTuple):
-    """A class or a kernel that reads and writes memory in one way."""
+    """A class of accessors, or a kernel, whose accesses to memory are all of one kind."""
 
     name: str
     """The C++ name below ``torchkiln::``. A test searches the sources for each name."""

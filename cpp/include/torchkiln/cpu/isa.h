@@ -3,7 +3,7 @@
 // CPU kernels are compiled once per instruction set, with TORCHKILN_ISA = baseline, avx2 or avx512,
 // into a namespace of that name: every file of cpp/cpu except isa.cpp, and the CPU_KERNELS of other
 // packages. The instance with TORCHKILN_CPU_ENTRIES also defines the public function, which calls
-// the widest variant that the machine supports. A build for the own processor has a single variant,
+// the widest variant that the machine supports. A build for one machine has a single variant,
 // whose public function returns an error on a processor without those instructions. Everything that
 // a kernel calls must be in that namespace, too, or be inlined (std::min, std::fill_n): the linker
 // would merge out-of-line copies from different instruction sets.

@@ -61,7 +61,7 @@ class Incoming {
   const at::Tensor& operator[](size_t output) const { return grads_[output]; }
   const variable_list& all() const { return grads_; }
 
-  /// A second gradient of the first output, which the op must add to the first; undefined if there
+  /// A second gradient of the first output. The op must add it to operator[](0). Undefined if there
   /// is none. Only ops that have called accept_second_gradient() receive one.
   const at::Tensor& second() const { return second_; }
 

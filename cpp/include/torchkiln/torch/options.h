@@ -10,7 +10,7 @@
 //     };
 //
 // The op may derive its own struct from it. A field of the same name then replaces the public
-// field, such as an enum (see InSchema) a string:
+// field, such as an enum in place of a string (InSchema):
 //
 //     struct Options : ScaleOptions {
 //       Activation act;

@@ -46,8 +46,8 @@ struct NormalTail {
 };
 
 /// The tail at |x|, where `ratio` is a polynomial in 1 / (1 + 0.35 |x|). The error of the ratio is
-/// below 1.7e-7 of its difference to |x| / sqrt(2 pi), which is a factor of gelu's derivative,
-/// wherever that is not near 0.
+/// below 1.7e-7 of the difference ratio - |x| / sqrt(2 pi), a factor of gelu's derivative, wherever
+/// this difference is not near 0.
 template <class Math>
 TORCHKILN_FUNCTION NormalTail normal_tail(float x) {
   const float t = Math::inverse(1.0f + 0.35f * (x < 0.0f ? -x : x));

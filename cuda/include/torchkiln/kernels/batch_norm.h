@@ -159,7 +159,7 @@ struct BatchNormPool {
 /// The gradients for BatchNormPool, as in BatchNormBackward. The incoming gradient of a pixel is
 /// the sum of the gradients of those windows of which it is the largest.
 struct BatchNormPoolBackward {
-  BatchNormBackward norm;  // grad is pooled; no residual, signs and coefficients
+  BatchNormBackward norm;  // grad is pooled; residual, signs, coefficients are null
   PoolWindows windows;
   const uint8_t* places;
 };

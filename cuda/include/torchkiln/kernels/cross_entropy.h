@@ -14,7 +14,7 @@ namespace torchkiln {
 struct ClassTarget {
   const int64_t* index;       // [rows]; null if probabilities are given
   const void* probabilities;  // [rows, classes]; null if `index` is given
-  Dtype probabilities_dtype;  // as the logits, or float32 with half precision, or vice versa
+  Dtype probabilities_dtype;  // that of the logits; or one is float32, one half precision
   int64_t probabilities_row_stride;
   const void* weight;    // [classes] of the compute type; null for ones
   int64_t ignore_index;  // rows with this target are ignored

@@ -113,7 +113,7 @@ def remark(name: str, case: BenchCase, direction: str) -> str | None:
 
 
 def waits(name: str, case: BenchCase) -> bool:
-    """Whether the call of a peer waits for the GPU, which a CUDA graph cannot capture."""
+    """Whether the call of a peer waits for the GPU: a CUDA graph cannot capture such a call."""
     return name == LIGER and case.spec.name in liger.WAITING
 
 

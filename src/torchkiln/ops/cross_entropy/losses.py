@@ -256,15 +256,16 @@ def linear_cross_entropy(
     memory. The sum is rounded to bfloat16 at the end of forward; in float16 it stays float32 until
     backward. On a GPU in bfloat16, up to 8192 rows are one chunk if this takes no more memory than
     a smaller chunk and the float32 sum. A chunk of 1 GiB or more, of up to 8192 rows and a multiple
-    of 8 classes, lies partly in the memory of the gradient of ``linear_weight`` until that is
-    written: of twice as many rows as features 4/7 of the logits take memory, of as many 1/3. This
-    holds for a mean or a sum without ``softcap`` and ``return_accuracy``, but not for float16.
+    of 8 classes, lies partly in the memory of the gradient of ``linear_weight`` until that gradient
+    is written. The other logits, which take memory of their own, are 4/7 for twice as many rows as
+    features, and 1/3 for equally many. This holds for a mean or a sum without ``softcap`` and
+    ``return_accuracy``, but not for float16.
 
     On a GPU, large half-precision products of classes that are no multiple of 8 need copies of
     ``linear_weight`` and of its gradient, too. Losses per row (``reduction="none"``) keep no
-    gradients: their backward computes the logits again, with fewer rows than classes for a chunk of
-    classes at a time, which needs a float32 sum of the gradient of ``x`` only. Second derivatives,
-    ``torch.func`` and forward mode compute all logits with torch's own ops.
+    gradients: their backward computes the logits again. With fewer rows than classes it does so for
+    a chunk of classes at a time, which needs a float32 sum of the gradient of ``x`` only. Second
+    derivatives, ``torch.func`` and forward mode compute all logits with torch's own ops.
 
     Args:
         x: ``[..., features]``; float32, float64, float16 or bfloat16.

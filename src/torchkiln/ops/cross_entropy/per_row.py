@@ -124,11 +124,11 @@ def linear_logprob(
     """Returns :func:`logprob` of a linear layer's outputs, without all logits in memory.
 
     The logits ``x @ weight.T + bias`` are computed for a chunk of rows at a time, as in
-    :func:`linear_cross_entropy`: once in forward and again in backward, which turns them into
-    their gradient and computes the gradients of ``x``, ``weight`` and ``bias``, each only if it is
+    :func:`linear_cross_entropy`: once in forward and again in backward, which turns them into their
+    gradient and computes the gradients of ``x``, ``weight`` and ``bias``, each only if it is
     needed. So forward costs one product, and backward three. Three numbers per row are saved. With
-    fewer rows than classes, backward has a chunk of classes at a time: as many as fit in 1 GiB with
-    all rows, at least 2048 and at most 16384. The gradient of ``weight`` then needs no sum.
+    fewer rows than classes, backward computes a chunk of classes at a time: as many as fit in 1 GiB
+    with all rows, at least 2048 and at most 16384. The gradient of ``weight`` then needs no sum.
     Second derivatives, ``torch.func`` and forward mode compute all logits with torch's own ops.
 
     Args:
@@ -145,8 +145,8 @@ def linear_logprob(
             the mask; indices have neither cost.
         ignore_index: rows with this target have the results 0 and no gradient, but are computed.
         entropy: whether to return ``(log-probability, entropy)``.
-        dtype: the dtype of the logits of a chunk; None for that of the results. The dtype of
-            half-precision ``x`` takes a third of the memory and rounds each logit to it.
+        dtype: the dtype of the logits of a chunk; None for that of the results. With the dtype of
+            a half-precision ``x``, logits are rounded to it and take a third of the memory.
 
     Returns:
         Tensors of the shape of ``target``; float32, or float64 for float64 ``x``.

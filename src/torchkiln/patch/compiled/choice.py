@@ -27,7 +27,7 @@ MODULE_OPS = ("dropout_add", "group_norm", "softmax", "log_softmax")
 
 
 def table_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The table of a run of ``torchkiln bench``, from large calls of ops that models get.
+    """The table of a run of ``torchkiln bench``, from large calls of the ops that models use.
 
     ValueError if no such call has times of ``torch.compile``, forward and backward.
     """

@@ -13,7 +13,7 @@ from torchkiln.patch.formula.linear import LEAST_INPUT, has_unaligned, is_wide
 
 
 def rewrite(facts: Facts, wanted: Wanted) -> list[str]:
-    """Replaces the layers for which the op takes less time; returns the names in a table."""
+    """Replaces the layers for which the op takes less time; returns their names in a table."""
     nodes = [node for node in facts.graph.nodes if node.target is F.linear]
     return [name for node in nodes for name in layer_at(facts, node, wanted)]
 
@@ -35,7 +35,7 @@ def layer_at(facts: Facts, node: fx.Node, wanted: Wanted) -> list[str]:
 
 
 def name_of(tensors: list[Tensor]) -> str:
-    """The name of a layer in a table: of input, weight and perhaps bias; empty for other layers."""
+    """The name in a table of a layer with this input, weight and bias; empty for others."""
     x, weight, *bias = tensors
     if not is_wide(weight):
         return ""

@@ -40,7 +40,7 @@ class Activation(ProvenPlan):
         return len(args) == 1 and self.takes(module, *args)
 
     def stays(self, *args: Any) -> bool:
-        """Whether to use the op under ``torch.compile``: it was not measured to be slower."""
+        """Whether ``torch.compile`` uses the op: yes, unless it was measured to be slower."""
         return stays(self.op, *args)
 
     def forward(self, _: nn.Module, x: Tensor) -> Tensor:

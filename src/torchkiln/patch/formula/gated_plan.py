@@ -77,7 +77,7 @@ class Gated(ProvenPlan):
 
     def is_in_fp8(self, module: Any, x: Any) -> bool:
         """Whether all products are in FP8, and no dropout is between them."""
-        if not is_in_fp8(submodule(module, self.down)):  # most modules: in few steps
+        if not is_in_fp8(submodule(module, self.down)):  # a quick answer for most modules
             return False
         layers = [submodule(module, name) for name in (self.gate, self.up, self.down) if name]
         if not is_quantizable(x) or not all(map(is_in_fp8, layers)):

@@ -100,7 +100,7 @@ class Axes:
 
 
 def is_constant_part(label: str, dim: Dim) -> bool:
-    """Whether a dimension is the groups of an axis, each repeated for its elements."""
+    """Whether a dimension has a value for each group of an axis, repeated along the group."""
     return len(dim) == 2 and dim[1].startswith(ANY) and dim[0].startswith(f"{label}/")
 
 

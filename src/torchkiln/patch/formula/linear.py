@@ -77,7 +77,7 @@ def find(module: Any) -> Match | str | None:
 
 
 def is_plain(x: Any) -> bool:
-    """Whether ops take a tensor, which must not be nested, sparse or quantised, for example."""
+    """Whether ops take a tensor: it is not nested, sparse or quantised, for example."""
     is_known = type(x) in (Tensor, nn.Parameter)
     if not is_known and not type(x).__module__.startswith("torch.distributed"):
         return False
@@ -120,7 +120,7 @@ def has_unaligned(weight: Tensor) -> bool:
 
 
 def sums_gradient(module: Any, x: Tensor) -> bool:
-    """Whether backward sums many rows for the bias gradient, in which the op is faster.
+    """Whether backward sums many rows for the bias gradient, which the op does in less time.
 
     Not under autocast, where the op adds a float32 bias in a separate pass.
     """

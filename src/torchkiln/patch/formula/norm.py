@@ -57,7 +57,7 @@ class Norm(ProvenPlan):
         return True
 
     def stays(self, *args: Any) -> bool:
-        """Whether to use the op under ``torch.compile``: it was not measured to be slower."""
+        """Whether ``torch.compile`` uses the op: yes, unless it was measured to be slower."""
         return stays(self.op, *args)
 
     def forward(self, module: nn.Module, x: Tensor) -> Tensor:

@@ -116,7 +116,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def code_of(value: partial[Any]) -> tuple[Any, ...]:
-    """The function and the arguments of a partial, which can be compared."""
+    """A partial as a tuple of function and arguments, so that partials can be compared."""
     return (id(value.func), value.args, tuple(value.keywords.items()))
 
 

@@ -275,7 +275,7 @@ def mean(x: Expression, axis: str) -> Expression:
 
 
 def depends(atom: Atom, axis: str) -> bool:
-    """Whether an atom depends on an axis, or on the axis of which it is a part."""
+    """Whether an atom depends on an axis, or on the axis from which it was split."""
     axes = axes_of(atom)
     if any(other.startswith(f"{axis}/") for other in axes):
         raise NoFormulaError("it takes a mean over parts of an axis")

@@ -115,7 +115,7 @@ class TorchModule(Plan):
         return type(module.eps) in (float, type(None))
 
     def stays(self, *args: Any) -> bool:
-        """Whether to use the op under ``torch.compile``: it was not measured to be slower."""
+        """Whether ``torch.compile`` uses the op: yes, unless it was measured to be slower."""
         is_by_class = self.original in (nn.GroupNorm, nn.CrossEntropyLoss)
         return stays(ENTRIES[self.original].op, *args, dim=1 if is_by_class else -1)
 

@@ -173,7 +173,7 @@ def is_users(file: str) -> bool:
 
 
 def is_package(file: str) -> bool:
-    """Whether a file is of an installed package, which a library may call or import."""
+    """Whether a file is of an installed package. A library may call and import such files."""
     return "site-packages" in file or not Path(file).is_file()
 
 
@@ -186,7 +186,7 @@ def is_passed(file: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def is_known(file: str) -> bool:
-    """Whether functions of a file have no effects besides those of ops."""
+    """Whether functions of a file have no side effects except those of ops."""
     refused = tuple(TORCH + part for part in REFUSED)
     return file.startswith(OURS) or (file.startswith(TORCH) and not file.startswith(refused))
 
@@ -198,7 +198,7 @@ def code_bytes(code: CodeType) -> bytes:
 
 
 def is_pure(function: Any) -> bool:
-    """Whether a C function has no effects besides those of ops."""
+    """Whether a C function has no side effects except those of ops."""
     owner = getattr(function, "__self__", None)
     name = getattr(function, "__name__", "")
     if owner is None or isinstance(owner, ModuleType):

@@ -44,7 +44,7 @@ def noted(results: tuple[Any, Any], factors: str, *scales: Any) -> tuple[Any, An
 
 
 def note(x: Any, factors: str) -> None:
-    """Note a tensor: values of Dynamo have no identity, but attributes."""
+    """Note a tensor: by its id, or under Dynamo, where it has none, by an attribute."""
     if is_dynamo_compiling():
         if type(x) is Tensor:
             x._kiln_factors = factors, trace_number()  # type: ignore[attr-defined]
@@ -59,7 +59,8 @@ NEXT = itertools.count()
 def trace_number() -> int:
     """The number of Dynamo's trace.
 
-    A noted tensor that leaves the graph keeps its attribute, even if it is changed then.
+    A noted tensor that leaves the graph keeps its attribute, even if the tensor is changed later:
+    the attribute counts only in the trace that set it.
     """
     context = torch._guards.TracingContext.get()
     if context not in NUMBERS:
@@ -67,12 +68,12 @@ def trace_number() -> int:
     return NUMBERS[context]
 
 
-# As for torchkiln.patch.table.limits.
+# The mark of torch.compiler.assume_constant_result; torchkiln.patch.table has the reason.
 trace_number._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def changes(x: Tensor) -> Tensor:
-    """An empty tensor with as many rows as ``x`` was changed in place; 1 in inference mode.
+    """An empty tensor; its rows count the changes of ``x`` in place; 1 row in inference mode.
 
     In a trace its shape is known. Nothing uses it, so that no code is made of it.
     """
@@ -80,7 +81,7 @@ def changes(x: Tensor) -> Tensor:
 
 
 def define_changes() -> None:
-    """Define the op once: a second import in a process finds it, as the ops of the library."""
+    """Define the op once in a process: a second import finds the op of the first."""
     space: Any = torch.ops.torchkiln
     if hasattr(space, "_changes"):
         return

@@ -63,7 +63,7 @@ class Names(NamedTuple):
     acts: Collection[str]
     wide: Collection[str]
     quiet: Collection[str] = ()
-    """Norms whose calls have no effect."""
+    """Norms whose calls have no side effect."""
     properties: Collection[str] = ()
     """Attributes that are computed when they are read, which may have an effect."""
     losses: bool = False

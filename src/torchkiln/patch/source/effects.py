@@ -1,4 +1,4 @@
-"""Groups of calls of layers with the same variable and no effects between the calls."""
+"""Groups of calls of layers with the same variable and no side effects between the calls."""
 
 from __future__ import annotations
 

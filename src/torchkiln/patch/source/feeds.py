@@ -23,7 +23,7 @@ READS_ALL = frozenset(("locals", "vars", "eval", "exec", "dir", "globals"))
 
 
 class Fed(NamedTuple):
-    """A parameter of a forward that only layers read, apart from its shape."""
+    """A parameter of a forward that only layers read; the forward reads its shape at most."""
 
     parameter: str
     is_first: bool
@@ -230,7 +230,7 @@ class Inline(OwnScope, ast.NodeTransformer):
 
 
 def fed_parameter(node: ast.FunctionDef) -> Fed | None:
-    """The first parameter that a forward passes to submodules, if it only reads its shape itself.
+    """The first parameter passed to submodules, if the forward itself reads only its shape.
 
     The submodules may be methods.
     """

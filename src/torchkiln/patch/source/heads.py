@@ -155,7 +155,7 @@ class Flow:
         self.outputs = [cls for cls in classes if is_output(cls)]
 
     def head(self) -> Head | str | None:
-        """The head, if all uses of its logits are known. Else the reason if it has a loss."""
+        """The head, if all uses of its logits are known; else the reason; None without a loss."""
         losses = [call for call in self.losses if any(map(self.holds, ast.walk(call)))]
         paths = {str(path_of(call.func)) for call in self.calls}
         returns = [part for part in own_nodes(self.node) if isinstance(part, ast.Return)]

@@ -67,7 +67,7 @@ def act_to_be(module: nn.Module, match: Match | None) -> str | None:
 
 
 def linear_act(*, layer: Any, x: Any, act: Any, owner: Any = None) -> Any:
-    """``act(layer(x))``, by one op where it takes the call.
+    """``act(layer(x))``, computed by one op if it takes the call.
 
     With an owner, ``act`` is the name of the owner's activation, read after the call of the layer.
     """

@@ -38,7 +38,7 @@ def fits(logits: Any, target: Any, weight: Any) -> bool:
 
 
 def called_loss(input: Any, target: Any, weight: Any = None, *args: Any, **options: Any) -> Tensor:
-    """``torch.nn.functional.cross_entropy`` with these arguments, as our op if it takes them."""
+    """``torch.nn.functional.cross_entropy``, computed by our op if it takes these arguments."""
     is_ours = not args and all(name in OPTIONS for name in options)
     smoothing = options.get("label_smoothing", 0.0)
     is_smoothed = isinstance(smoothing, float) and 0 <= smoothing <= 1
@@ -50,7 +50,7 @@ def called_loss(input: Any, target: Any, weight: Any = None, *args: Any, **optio
 
 
 def module_loss(module: nn.CrossEntropyLoss, logits: Tensor, target: Tensor) -> Tensor:
-    """The loss of torch's module, as our op if it takes the tensors."""
+    """The loss of torch's module, computed by our op if it takes the tensors."""
     return called_loss(
         logits,
         target,
@@ -70,7 +70,7 @@ class Loss(nn.CrossEntropyLoss):
 
 
 def made_loss(*args: Any, **options: Any) -> nn.CrossEntropyLoss:
-    """``torch.nn.CrossEntropyLoss`` with these arguments, with the op if it has these options."""
+    """``torch.nn.CrossEntropyLoss`` with these arguments; it calls our op if that has them."""
     is_ours = len(args) <= 1 and all(name in OPTIONS for name in options)
     return (Loss if is_ours else nn.CrossEntropyLoss)(*args, **options)
 
@@ -80,7 +80,7 @@ LOSS = "_kiln_loss"
 
 
 def loss_of(called: Any) -> Any:
-    """Our loss for torch's; any other value unchanged, as the name may be bound to another."""
+    """Our loss in place of torch's. Any other value is unchanged: the name may be bound to it."""
     if called is F.cross_entropy:
         return called_loss
     return made_loss if called is nn.CrossEntropyLoss else called

@@ -1,4 +1,4 @@
-"""Hides positions that a model of Hugging Face counts itself from the functions that make masks.
+"""Calls of functions that make masks, without the positions that a model counts itself.
 
 Without a cache, the functions that make masks search ``position_ids`` for packed sequences. Under
 ``torch.compile`` the values of ``position_ids`` are unknown, so they make a dense mask. Positions

@@ -57,7 +57,7 @@ def add_norm(
     to: str = "",
     at: Place = None,
 ) -> tuple[Any, Any]:
-    """``(norm(a + b), a + b)``, by one op where it takes the call.
+    """``(norm(a + b), a + b)``, computed by one op if it takes the call.
 
     ``left`` is a dropout of ``a``, ``right`` one of ``b``. If a dropout drops elements, dropout and
     sum are one op, and the norm is another. Ellipsis means no dropout, because an attribute may be

@@ -245,7 +245,7 @@ class Rewrites:
         return {name: entry for name, entry in found.items() if op_of(entry[1].plan)}
 
     def quiet(self, children: dict[str, nn.Module]) -> list[str]:
-        """The norms whose calls have no effect."""
+        """The norms whose calls have no side effect."""
         kinds = {
             name: self.matches[m][1].plan.kind for name, m in children.items() if m in self.matches
         }
@@ -328,7 +328,7 @@ def passes_arguments(cls: type[nn.Module]) -> bool:
 
 
 def worsen(row: Replacement, call: Replacement, *, bitwise: bool = True) -> None:
-    """Add the error of a call to a row: the largest counts, and all calls must be bitwise equal."""
+    """Add a call to a row of the largest errors, and of whether all calls are bitwise equal."""
     row.bitwise = row.bitwise is not False and bool(call.bitwise) and bitwise
     if row.error_now is None or (call.error_now or 0.0) > row.error_now:
         row.error_was, row.error_now, row.dtype = call.error_was, call.error_now, call.dtype

@@ -52,7 +52,7 @@ class RopeCall(NamedTuple):
 
 
 def rope_of(called: Any) -> Any:
-    """The op for a proven function; any other value stays: the name may have a new value."""
+    """The op for a proven function; other values unchanged: the name may have a new value."""
     if type(called) is not FunctionType:
         return called
     if is_dynamo_compiling() and not is_exporting():
@@ -63,7 +63,7 @@ def rope_of(called: Any) -> Any:
 
 
 def rotated(called: FunctionType, *args: Any, **options: Any) -> Any:
-    """``called(*args, **options)``, by the op where it takes the call."""
+    """``called(*args, **options)``, computed by the op if it takes the call."""
     q, k, cos, sin, *constants = args
     if all(type(x) is Tensor and not x.is_nested for x in (q, k, cos, sin)):
         given = tuple(constants), tuple(options.items())
@@ -85,7 +85,7 @@ def rotation_of(
 
 
 def settings_of(*call: Any) -> tuple[Any, ...]:
-    """What :func:`rotation_of` returns, as values of Python, with the globals that it reads."""
+    """The result of :func:`rotation_of` in types of Python, and the globals that it reads."""
     rotation = rotation_of(*call)
     if rotation is None or not rotation.reads.hold(None):
         return ()
@@ -93,12 +93,12 @@ def settings_of(*call: Any) -> tuple[Any, ...]:
     return tuple(rotation.form), rotation.is_partial, rotation.is_dense, paths
 
 
-# As for torchkiln.patch.table.limits.
+# The mark of torch.compiler.assume_constant_result; torchkiln.patch.table has the reason.
 settings_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def compiled_rotation(*call: Any) -> Rotation | None:
-    """The same in Dynamo, which guards the globals that it reads."""
+    """:func:`rotation_of` for Dynamo, which guards the globals that are read here."""
     settings = settings_of(*call)
     if not settings:
         return None

@@ -86,7 +86,7 @@ def around(name: str) -> Iterator[str]:
 
 
 def missing(call: RopeCall, near: list[tuple[nn.Module, str]]) -> str:
-    """The reason if no near module makes cos and sin with each factor twice, as a call needs."""
+    """The reason if no near module gives cos and sin each factor twice, as the call requires."""
     has = not call.factors or any(factors in call.factors for _, factors in near)
     return "" if has else UNKNOWN
 

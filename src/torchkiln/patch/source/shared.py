@@ -100,7 +100,7 @@ def outputs(x: Any, layers: tuple[Any, ...], between: tuple[Any, ...] = ()) -> l
 
 
 def is_quiet(norm: Any) -> bool:
-    """Whether a call of a norm has no effect."""
+    """Whether a call of a norm has no side effect."""
     plan = plan_of(norm)
     is_ours = plan is not None and plan.kind == "norm"
     return (is_ours or is_torchs(norm, (nn.LayerNorm, nn.RMSNorm))) and not has_hooks(norm)

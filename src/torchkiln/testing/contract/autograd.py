@@ -168,7 +168,7 @@ def forward_mode(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None
 
 @check(dtypes=FLOATING, needs="differentiable")
 def retained_graph(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """A second backward through a retained graph gives the first one's gradients again."""
+    """A second backward through a retained graph gives the same gradients as the first."""
     sample = spec.typical(device, dtype, requires_grad=True)
     wanted = spec.wanted(sample)
     results = outputs(sample.call(spec.op))

@@ -112,7 +112,7 @@ def side_stream(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
 
 @check(device="cuda")
 def other_current_device(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Tensors of a device that is not current are served, and the current device stays."""
+    """Tensors of a device that is not current give results there; the current device stays."""
     if torch.cuda.device_count() < 2:
         raise UnavailableError("needs two CUDA devices")
     here, other = torch.device("cuda", 0), torch.device("cuda", 1)

@@ -97,7 +97,7 @@ def gradients_that_are_recorded(spec: OpSpec, device: torch.device, dtype: torch
 
 @check(dtypes=FLOATING, needs="differentiable")
 def gradient_strides(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Inputs and incoming gradients may have any strides; no byte of or around them changes."""
+    """Inputs and incoming gradients may have any strides; no byte in or around them changes."""
     for sample in spec.samples(device, dtype):
         if not 0 < sample.numel <= SMALL:
             continue

@@ -45,7 +45,10 @@ def threads(count: int) -> Iterator[None]:
 
 @check(dtypes=FLOATING)
 def determinism(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Output and gradients are bitwise equal run to run; the output for any number of threads."""
+    """Output and gradients are bitwise equal in each run.
+
+    The output is also bitwise equal for any number of threads.
+    """
     samples = list(spec.samples(device, dtype, requires_grad=True))
     often = {0, max(range(len(samples)), key=lambda i: samples[i].numel)}
     for index, sample in enumerate(samples):

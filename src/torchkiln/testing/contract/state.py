@@ -125,7 +125,7 @@ def torch_keeps_bytes(device: torch.device) -> bool:
 
 @check()
 def no_memory_growth(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Memory does not grow with the number of calls: up to four tries of 250 to 9,000 of them.
+    """Memory does not grow with the number of calls: up to four tries of 250 to 9,000 calls.
 
     Memory of the C library is left out in a process where torch's own ops keep some of it for each
     launch, as after the capture of a CUDA graph.

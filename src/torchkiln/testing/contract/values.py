@@ -35,7 +35,7 @@ SMALL = 4096
 
 @check(dtypes=FLOATING)
 def values(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Every sample is as close to float64 as torch's own composite, through both entries."""
+    """Every sample is as close to float64 as torch's composite, by function and by torch.ops."""
     for sample in spec.samples(device, dtype):
         where = Where(spec, "values", sample)
         found = sample.call(spec.op)
@@ -115,7 +115,8 @@ def with_special_rows(values: Tensor, first: int) -> Tensor:
 def not_finite(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """NaN and infinities in each argument give the results of the formula.
 
-    One at a time in the typical sample; then in rows of all lengths, beside rows without any.
+    The typical sample has one such value at a time. Then rows of all lengths have them, beside rows
+    that are finite.
     """
     sample = spec.typical(device, dtype)
     for position in spec.wanted(sample):

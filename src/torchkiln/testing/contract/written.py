@@ -51,7 +51,8 @@ def is_in_place(spec: OpSpec) -> bool:
 def written(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """The results are written where they belong and nowhere else; gradients are as for torch's ops.
 
-    A call without a gradient refuses tensors that require one. A graph writes, too.
+    A call without a gradient refuses tensors that require one. A compiled graph writes to the same
+    places.
     """
     for way, function in form_of(spec).ways().items():
         for sample in spec.samples(device, dtype):

@@ -89,7 +89,7 @@ class Arguments:
         return y if self.gate_first else y * passed
 
     def terms(self) -> Terms:
-        """The errors of the normalized rows, also from rounding the product with the gate."""
+        """The errors of the normalized rows, including the rounding of x times the gate."""
         with torch.no_grad():
             passed = SILU.exact(self.gate) if self.gate_first else 1
             z = self.x * passed

@@ -36,7 +36,7 @@ SHAPES: Mapping[str, tuple[tuple[int, ...], int]] = (
 )
 
 
-# Rows of 2 to 64 KiB in half precision, in numbers that do not fill a GPU.
+# Rows of 2 to 64 KiB in half precision; then rows that are too few to fill a GPU.
 BENCH_SHAPES = ((32768, 1024), (32768, 4096), (16384, 8192), (8192, 32768))
 SMALL_SHAPES = tuple((rows, 4096) for rows in (1, 8, 64, 512))
 

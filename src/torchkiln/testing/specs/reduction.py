@@ -36,7 +36,8 @@ SHAPES: Mapping[str, tuple[tuple[int, ...], Any]] = (
 )
 
 
-# The sum of no elements is 0. The mean is NaN, which torch's opcheck reports as a difference.
+# The sum of no elements is 0. The mean is NaN, and torch's opcheck would report NaN as a
+# difference.
 OF_NOTHING: dict[str, tuple[tuple[int, ...], Any]] = {
     "empty": ((0,), None),
     "no rows to sum": ((0, 5), 0),

@@ -163,7 +163,7 @@ def bench(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> S
 def drawn(device: torch.device, dtype: torch.dtype, rng: Random, most: int) -> Sample:
     """A call of rows with up to 1, 4, 16 or 64 entries on average, and a matrix of random width.
 
-    No entry occurs twice, which backward of torch's sparse tensors would refuse.
+    No entry occurs twice: backward of torch's sparse tensors refuses duplicates.
     """
     rows, columns = (drawn_sizes(rng, min(most, 1 << 17), 1)[0] for _ in range(2))
     width = drawn_sizes(rng, max(1, min(most // max(rows, columns), 1 << 13)), 1)[0]

@@ -39,13 +39,13 @@ REVERSE_MODE = dict.fromkeys(
 
 
 def counts_of(x: Tensor) -> list[int]:
-    """How many images three processes have; of fewer than three the first process has all."""
+    """The numbers of images of three processes; fewer than three images are all in the first."""
     each = x.shape[0] // 3
     return [x.shape[0] - 2 * each, each, each]
 
 
 class Parts(torch.autograd.Function):
-    """``bn_act`` in training of the images of several processes, in this one."""
+    """``bn_act`` in training, with the images of several processes in this one."""
 
     @staticmethod
     def forward(
@@ -128,7 +128,8 @@ def apart(
 def apart_inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     """The calls in training with twice the images, so that three processes have some.
 
-    Parameters of at least float32 keep the gradients of a process, which are added, from rounding.
+    Parameters have at least float32, so that gradients of processes are added before they are
+    rounded.
     """
     for call in parts.training_inputs(device, dtype):
         x, weight, bias, *_, residual = call.args

@@ -214,7 +214,7 @@ def traffic(sample: Sample) -> Traffic:
 
 
 def backward_traffic(sample: Sample) -> Traffic:
-    """Writes the gradient of x, which is timed; forward has read the tensors."""
+    """Writes the gradient of x, the only part that is timed; forward has read the tensors."""
     return Traffic(sample.args[0].nbytes, linear.products(sample))
 
 
@@ -265,7 +265,7 @@ LINEAR_KL = OpSpec(
     invalid=invalid,
     bench=bench,
     bench_variants=bench_variants,
-    # Only the gradient of x is timed, which forward computes.
+    # Only the gradient of x is timed; forward computes it.
     timed=(0,),
     gradient_in_forward=True,
     large=None,

@@ -79,7 +79,7 @@ def own(values: Tensor, target: Tensor, ignored: int) -> Tensor:
 
 
 def terms(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The probabilities, their logarithms, 0 for a probability of 0, and the entropies."""
+    """The probabilities, their logarithms (0 for a probability of 0), and the entropies."""
     logs = torch.log_softmax(z, -1)
     p = logs.exp()
     logs = logs.masked_fill(p == 0, 0)
@@ -114,7 +114,7 @@ def magnitude(
     ignore_index: int = -100,
     entropy: bool = False,
 ) -> Any:
-    """The magnitudes of the logarithm, and of the entropy with the errors of its probabilities."""
+    """The magnitudes of the logarithm and of the entropy, whose probabilities have errors, too."""
     z = scaled(logits, target, ignore_index, temperature)
     p, logs, of_row = terms(z)
     size = sizes(z)

@@ -44,7 +44,7 @@ def shards(classes: int) -> list[Shard]:
 
 
 class Loss(torch.autograd.Function):
-    """The losses of rows, from numbers of the shards."""
+    """The losses of rows, joined from the results of the op for each shard."""
 
     @staticmethod
     def forward(
@@ -92,7 +92,7 @@ class Loss(torch.autograd.Function):
 
 
 def require_distributed() -> None:
-    """The package joins numbers of shards in torchkiln.distributed."""
+    """Raise UnavailableError without torch.distributed, which the functions that join need."""
     if not dist.is_available():
         raise UnavailableError("this torch has no torch.distributed")
 
@@ -122,7 +122,7 @@ def loss(
 
 
 class Logprob(torch.autograd.Function):
-    """Log-probabilities and entropies of rows, from numbers of the shards."""
+    """Log-probabilities and entropies of rows, joined from the results of the op for each shard."""
 
     @staticmethod
     def forward(
@@ -177,7 +177,7 @@ def both(
 
 @dataclass(frozen=True)
 class Inputs:
-    """The calls of an op with a class for each row of a matrix, whose rows are shards."""
+    """The calls of an op with a class for each row of a matrix, whose rows are cut into shards."""
 
     parent: OpSpec
     op: Callable[..., Any]
@@ -199,7 +199,7 @@ def more_rows(sample: Sample) -> Sample:
 
 
 def of_shards(parent: OpSpec, op: Any) -> OpSpec:
-    """The contract of an op by shards."""
+    """The contract of an op that is computed from shards."""
     name = f"_{parent.name}_shard"
     return replace(
         parent,

@@ -1,4 +1,4 @@
-"""The contracts of functions with a result in float8_e4m3fn, as the numbers that it stands for.
+"""The contracts of functions with a result in float8_e4m3fn: its dequantised numbers are compared.
 
 A truth rounds the float64 result of the plain op. Where that lies between two numbers of E4M3, the
 plain op, rounded to its own dtype first, may be quantised to the other one; the composite, which
@@ -43,7 +43,7 @@ class Straight(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
-        """The gradient as it came."""
+        """The gradient, unchanged."""
         return grad, None
 
 
@@ -152,7 +152,7 @@ def quantized_forms(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def rounded_forms(x: Tensor) -> tuple[Tensor, ...]:
-    """The same numbers by the definition."""
+    """The results of :func:`quantized_forms`, computed by the definition of the scales."""
     rows, columns = rounded(x, 1), x.T.contiguous()
     square = rounded(x, BLOCK)
     turned = rows.T.contiguous()
@@ -205,7 +205,7 @@ def gated_reference(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def gated_parts(x: Tensor, weight: Tensor) -> Tensor:
-    """The same by two ops."""
+    """The gate of the layer, by two ops."""
     return numbers_of(torchkiln.swiglu_fp8(torchkiln.linear_fp8(x, weight)))
 
 
@@ -240,7 +240,7 @@ GATED_LINEAR = replace(
     invalid=None,
     bench_variants=None,
     module=None,
-    devices=("cpu",),  # products of two dtypes round apart; tests/ops/test_fp8_gates.py
+    devices=("cpu",),  # products of two dtypes round differently; tests/ops/test_fp8_gates.py
     helpers=("gated_linear_fp8", "_gated_fp8_backward"),
     excluded={
         **LINEAR_FP8.excluded,

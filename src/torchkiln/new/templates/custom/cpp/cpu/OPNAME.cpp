@@ -11,7 +11,7 @@ using namespace torchkiln;
 using OPNAME_parts::Windows;
 
 // This file is compiled once per instruction set (baseline, AVX2, AVX-512), into a namespace of
-// that name. TORCHKILN_CPU_ENTRY defines the function that calls the widest one of the machine.
+// that name. TORCHKILN_CPU_ENTRY defines the function that calls the one for this machine.
 namespace TORCHKILN_ISA {
 
 using namespace torchkiln::cpu::TORCHKILN_ISA;

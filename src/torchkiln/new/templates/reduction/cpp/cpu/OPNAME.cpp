@@ -13,7 +13,7 @@ using OPNAME_parts::Rows;
 using OPNAME_parts::Term;
 
 // This file is compiled once per instruction set (baseline, AVX2, AVX-512), into a namespace of
-// that name. TORCHKILN_CPU_ENTRY defines the function that calls the widest one of the machine.
+// that name. TORCHKILN_CPU_ENTRY defines the function that calls the one for this machine.
 namespace TORCHKILN_ISA {
 
 using namespace torchkiln::cpu::TORCHKILN_ISA;
