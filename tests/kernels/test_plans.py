@@ -133,6 +133,7 @@ def test_choices(
 
 WITHOUT_PIXELS = "channels without a spatial size"
 CONVOLUTION = "convolution before batch norm"
+GRADIENTS = "gradients of a bias"
 
 
 @pytest.mark.parametrize(
@@ -165,6 +166,10 @@ CONVOLUTION = "convolution before batch norm"
         ("A100", "sparse product", "16 entries a row", "shared_offset", (16384, 129), "spaced"),
         ("A100", "sparse product", "1 entry a row, transposed", "vector", (64, 128), "columns"),
         ("A100", "gradient of sparse values", "1 entry a row", "vector", (64, 4096), "entries"),
+        ("H100", GRADIENTS, "bias_dropout_add", "shared_offset", (1, (1 << 18) + 1), "one row"),
+        ("H100", GRADIENTS, "bias_act with gelu", "vector", (1, 1 << 20), "one row"),
+        ("H100", GRADIENTS, "bias_act with relu", "vector", (2, 1 << 20), "vectors"),
+        ("H100", GRADIENTS, "bias_act with relu", "vector", (1, 1 << 17), "vectors"),
     ],
 )
 def test_choices_of_other_families(
