@@ -166,6 +166,7 @@ GRADIENTS = "gradients of a bias"
         ("A100", "sparse product", "16 entries a row", "shared_offset", (16384, 129), "spaced"),
         ("A100", "sparse product", "1 entry a row, transposed", "vector", (64, 128), "columns"),
         ("A100", "gradient of sparse values", "1 entry a row", "vector", (64, 4096), "entries"),
+        ("A100", "transposed sparse product", "8 columns", "vector", (2424, 6144), "few columns"),
         ("H100", GRADIENTS, "bias_dropout_add", "shared_offset", (1, (1 << 18) + 1), "one row"),
         ("H100", GRADIENTS, "bias_act with gelu", "vector", (1, 1 << 20), "one row"),
         ("H100", GRADIENTS, "bias_act with relu", "vector", (2, 1 << 20), "vectors"),
