@@ -134,6 +134,7 @@ def test_choices(
 WITHOUT_PIXELS = "channels without a spatial size"
 CONVOLUTION = "convolution before batch norm"
 GRADIENTS = "gradients of a bias"
+SEVEN_PIXELS = "adjacent channels of 7 pixels"
 
 
 @pytest.mark.parametrize(
@@ -151,6 +152,8 @@ GRADIENTS = "gradients of a bias"
         ("A100", "batch norm forward", "adjacent channels", "vector", (4097, 80), "rows"),
         ("H100", "softmax forward", "transposed softmax", "vector", (18602, 1519), "tile"),
         ("H100", "group norm backward", WITHOUT_PIXELS, "vector", (64, 312960), "parts"),
+        (*("H100", "group norm forward", SEVEN_PIXELS, "scalar"), (64, 32777), "pixels"),
+        (*("H100", "group norm forward", SEVEN_PIXELS, "vector"), (1, 32768), "rows"),
         ("H100", "group norm backward", "planes of 64 channels", "vector", (64, 8192), "planes"),
         ("H100", "product beside cuBLAS", "relu", "vector", (16384, 512), "sm90"),
         ("H100", "product beside cuBLAS", "gelu", "vector", (16384, 512), "library"),
