@@ -221,6 +221,13 @@ def test_blocks_of_short_channels_have_few_threads(
             assert plan.threads == threads
 
 
+def test_rows_of_few_columns_are_not_cut(program: Path) -> None:
+    """The matrix has 256 columns: a warp for each of 64 rows, and none for chunks."""
+    call = ("16 entries a row", "bfloat16", "vector")
+    plans = choosing.plans(program, [(64, 32)], "sparse product")
+    assert {plan.blocks_x for plan in plans if plan[2:5] == call} == {64 * 32 // 128}
+
+
 def test_few_columns_leave_few_sums(program: Path) -> None:
     """One block adds the sums of all blocks: 32 of each for every column."""
     call = ("sum", "sum over the first dimension", "bfloat16", "shared_offset")
