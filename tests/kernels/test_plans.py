@@ -221,6 +221,20 @@ def test_blocks_of_short_channels_have_few_threads(
             assert plan.threads == threads
 
 
+@pytest.mark.parametrize("op", ["softmax forward", "softmax backward"])
+@pytest.mark.parametrize(("columns", "lanes", "of_thread"), [(31, 8, 4), (33, 8, 2), (47, 8, 2)])
+def test_few_threads_share_a_short_row(
+    program: Path, op: str, columns: int, lanes: int, of_thread: int
+) -> None:
+    """With 16 threads for 33 elements, half of their loads would have no element."""
+    call = ("softmax", "bfloat16", "shared_offset", 1 << 20, columns)
+    plans = choosing.plans(program, [(1 << 20, columns)], op)
+    short = [plan for plan in plans if plan[2:7] == call and plan.kernel == "short"]
+    assert {plan.gpu for plan in short} == set(GPUS)
+    for plan in short:
+        assert plan.blocks_x * plan.threads * of_thread == plan.rows * lanes
+
+
 def test_rows_of_few_columns_are_not_cut(program: Path) -> None:
     """The matrix has 256 columns: a warp for each of 64 rows, and none for chunks."""
     call = ("16 entries a row", "bfloat16", "vector")
