@@ -111,7 +111,8 @@ __device__ __forceinline__ void add_gradients(const BatchNormBackward& p,
   using T = typename Access::T;
   constexpr int kLanes = Access::kLanes;
   typename Access::C from_mean[kLanes];
-  gradient_of(p, factors, act, item, false, g, from_mean);
+  // Without an activation g is the incoming gradient.
+  gradient_of(p, factors, act, item, p.activation == kActivation<None>, g, from_mean);
   if (p.grad_residual != nullptr) store(static_cast<T*>(p.grad_residual) + at, g);
 #pragma unroll
   for (int i = 0; i < kLanes; ++i) {
