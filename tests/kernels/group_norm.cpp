@@ -69,8 +69,15 @@ void write_norm(const Gpu& gpu, const Call& call, const char* operands, const Gr
   const auto write = [&](const char* op, const Launch& launch) {
     plans::write(gpu, call, op, operands, launch);
   };
+  const auto launch_of_parts = [&] {
+    if (!plan.of_pixels) return launch_of(*plan.parts, layout);
+    Launch launch = launch_of(*plan.parts, pixels_of(layout));
+    launch.kernel = "pixels";
+    launch.why = "Channels are adjacent, pixels few: several blocks have a group of a pixel.";
+    return launch;
+  };
   write("group norm forward", plan.teams   ? launch_of(*plan.teams, layout)
-                              : plan.parts ? launch_of(*plan.parts, layout)
+                              : plan.parts ? launch_of_parts()
                               : plan.rows  ? launch_of(gpu, *plan.rows, kGroupOutputBlocks)
                                            : launch_of(gpu, *plan.planes, kGroupOutputBlocks));
   write("group norm backward", gradients.teams   ? launch_of(gradients.teams->input, layout)
@@ -91,6 +98,7 @@ void write_group_norm(const Gpu& gpu, int64_t rows, int64_t columns) {
     const int64_t channels =
         (in_vectors ? ceil_div(of_group, int64_t{8}) * 8 : of_group | 1) * kGroups;
     write_norm(gpu, call, "adjacent channels", {16, channels, kGroups, call.rows, true});
+    write_norm(gpu, call, "adjacent channels of 7 pixels", {call.rows, channels, kGroups, 7, true});
     write_norm(gpu, call, "channels without a spatial size",
                {call.rows, channels, kGroups, 1, false});
   }

@@ -1,5 +1,6 @@
 #include "ops/spmm/choose.h"
 
+#include "ops/spmm/choose_columns.h"
 #include "ops/spmm/choose_transpose.h"
 #include "plans.h"
 
@@ -68,6 +69,32 @@ Launch launch_of(const RadixPlan& plan, const CsrPattern&) {
   return launch;
 }
 
+Launch launch_of(const ColumnsPlan& plan, Dtype dtype) {
+  Launch launch{"few columns", ColumnsPlan::kWhy};
+  launch.blocks_x = plan.tiles;
+  launch.blocks_y = plan.chunks;
+  launch.threads = launch.most_threads = kColumnsThreads;
+  launch.per_multiprocessor = kColumnsBlocks;
+  const int sum = size_of(dtype) == 8 ? 8 : 4;
+  launch.shared_bytes = stage_rows(plan.columns) * (plan.columns * sum + 4) + kColumnsThreads * 32;
+  return launch;
+}
+
+/// Products of the transpose of a matrix with few columns, half of whose elements are stored, and a
+/// dense matrix whose rows have `call.columns` elements.
+void write_few_columns(const Gpu& gpu, const Call& call) {
+  for (const int64_t columns : {8, 32}) {
+    SpmmColumns p{};
+    p.pattern = pattern_of({"", call.rows, call.rows * columns / 2}, columns);
+    p.values = p.out = address();
+    p.x = {address(), call.columns, 0};
+    p.dtype = call.dtype;
+    p.width = call.columns;
+    write(gpu, call, "transposed sparse product", std::to_string(columns) + " columns",
+          launch_of(cuda::choose(p, gpu.device), call.dtype));
+  }
+}
+
 /// Products with a dense matrix whose rows have `columns` elements.
 void write_products(const Gpu& gpu, const Call& call, const Sparse& sparse) {
   Spmm p{};
@@ -103,6 +130,7 @@ void write_sparse(const Gpu& gpu, int64_t rows, int64_t columns) {
   for (const Call& call : calls(rows, columns)) {
     if (call.alignment == Alignment::scalar && size_of(call.dtype) != 8) continue;
     for (const Sparse& sparse : matrices) write_products(gpu, call, sparse);
+    write_few_columns(gpu, call);
   }
   // The transposition, which has a counter of 4 bytes per column.
   const Call call{rows, columns, Dtype::float32, Alignment::vector};

@@ -133,6 +133,8 @@ def test_choices(
 
 WITHOUT_PIXELS = "channels without a spatial size"
 CONVOLUTION = "convolution before batch norm"
+GRADIENTS = "gradients of a bias"
+SEVEN_PIXELS = "adjacent channels of 7 pixels"
 
 
 @pytest.mark.parametrize(
@@ -150,6 +152,8 @@ CONVOLUTION = "convolution before batch norm"
         ("A100", "batch norm forward", "adjacent channels", "vector", (4097, 80), "rows"),
         ("H100", "softmax forward", "transposed softmax", "vector", (18602, 1519), "tile"),
         ("H100", "group norm backward", WITHOUT_PIXELS, "vector", (64, 312960), "parts"),
+        (*("H100", "group norm forward", SEVEN_PIXELS, "scalar"), (64, 32777), "pixels"),
+        (*("H100", "group norm forward", SEVEN_PIXELS, "vector"), (1, 32768), "rows"),
         ("H100", "group norm backward", "planes of 64 channels", "vector", (64, 8192), "planes"),
         ("H100", "product beside cuBLAS", "relu", "vector", (16384, 512), "sm90"),
         ("H100", "product beside cuBLAS", "gelu", "vector", (16384, 512), "library"),
@@ -165,6 +169,11 @@ CONVOLUTION = "convolution before batch norm"
         ("A100", "sparse product", "16 entries a row", "shared_offset", (16384, 129), "spaced"),
         ("A100", "sparse product", "1 entry a row, transposed", "vector", (64, 128), "columns"),
         ("A100", "gradient of sparse values", "1 entry a row", "vector", (64, 4096), "entries"),
+        ("A100", "transposed sparse product", "8 columns", "vector", (2424, 6144), "few columns"),
+        ("H100", GRADIENTS, "bias_dropout_add", "shared_offset", (1, (1 << 18) + 1), "one row"),
+        ("H100", GRADIENTS, "bias_act with gelu", "vector", (1, 1 << 20), "one row"),
+        ("H100", GRADIENTS, "bias_act with relu", "vector", (2, 1 << 20), "vectors"),
+        ("H100", GRADIENTS, "bias_act with relu", "vector", (1, 1 << 17), "vectors"),
     ],
 )
 def test_choices_of_other_families(
@@ -198,6 +207,39 @@ def test_threads_have_several_of_many_short_rows(program: Path, op: str) -> None
         assert {plan.gpu for plan in short} == set(GPUS)
         for plan in short:
             assert plan.blocks_x * plan.threads * of_thread == rows
+
+
+@pytest.mark.parametrize("op", ["batch norm forward", "batch norm backward"])
+@pytest.mark.parametrize(("columns", "threads"), [(320, 64), (1024, 128), (1032, 256)])
+def test_blocks_of_short_channels_have_few_threads(
+    program: Path, op: str, columns: int, threads: int
+) -> None:
+    """Each thread has a vector of a channel that a block has as a whole."""
+    for plan in choosing.plans(program, [(22732, columns)], op):
+        if plan[2:5] == ("one plane of each channel", "bfloat16", "vector"):
+            assert plan.kernel == "whole"
+            assert plan.threads == threads
+
+
+@pytest.mark.parametrize("op", ["softmax forward", "softmax backward"])
+@pytest.mark.parametrize(("columns", "lanes", "of_thread"), [(31, 8, 4), (33, 8, 2), (47, 8, 2)])
+def test_few_threads_share_a_short_row(
+    program: Path, op: str, columns: int, lanes: int, of_thread: int
+) -> None:
+    """With 16 threads for 33 elements, half of their loads would have no element."""
+    call = ("softmax", "bfloat16", "shared_offset", 1 << 20, columns)
+    plans = choosing.plans(program, [(1 << 20, columns)], op)
+    short = [plan for plan in plans if plan[2:7] == call and plan.kernel == "short"]
+    assert {plan.gpu for plan in short} == set(GPUS)
+    for plan in short:
+        assert plan.blocks_x * plan.threads * of_thread == plan.rows * lanes
+
+
+def test_rows_of_few_columns_are_not_cut(program: Path) -> None:
+    """The matrix has 256 columns: a warp for each of 64 rows, and none for chunks."""
+    call = ("16 entries a row", "bfloat16", "vector")
+    plans = choosing.plans(program, [(64, 32)], "sparse product")
+    assert {plan.blocks_x for plan in plans if plan[2:5] == call} == {64 * 32 // 128}
 
 
 def test_few_columns_leave_few_sums(program: Path) -> None:

@@ -124,6 +124,29 @@ def test_long_sums(device: torch.device, shape: tuple[int, int]) -> None:
     assert torch.equal(gradient(bias), (grad.double() * mask).sum(0).float())
 
 
+@pytest.mark.parametrize("scale", [1.0, -1.5])
+@pytest.mark.parametrize("act", ["none", "relu", "gelu"])
+@pytest.mark.parametrize("dtype", HALF, ids=name)
+def test_gradients_of_one_long_row(
+    device: torch.device, dtype: torch.dtype, act: Activation, scale: float
+) -> None:
+    """Each gradient is rounded once, with the gradient of x or without it."""
+    columns = (1 << 18) + 3
+    x, grad = (torch.randn(1, columns, device=device, dtype=dtype) for _ in range(2))
+    bias = torch.randn(columns, device=device, dtype=dtype)
+    found = []
+    for wants in (True, False):
+        leaves = x.clone().requires_grad_(wants), bias.clone().requires_grad_()
+        torchkiln.bias_act(*leaves, scale=scale, act=act).backward(grad)
+        found.append(leaves[1].grad)
+        if wants:
+            found.append(leaves[0].grad)
+    z = (x.double() * scale + bias.double()).requires_grad_()
+    truth = torch.autograd.grad(FORMULAS[act].exact(z), z, grad.double())[0]
+    for one, expected in zip(found, (truth[0], truth * scale, truth[0]), strict=True):
+        torch.testing.assert_close(one, expected.to(dtype))
+
+
 def test_accuracy_of_a_long_sum(device: torch.device) -> None:
     """The sum of 1,000,003 positive terms is as accurate as torch's pairwise sum."""
     rows = 1_000_003

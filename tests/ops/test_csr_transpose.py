@@ -69,3 +69,40 @@ def test_a_given_transposed_pattern_changes_no_bit(device: torch.device) -> None
     given = torchkiln.spmm((crow, col, values), b, transpose=packed)
     expected = torch.autograd.grad(plain, b, grad)[0]
     assert torch.equal(torch.autograd.grad(given, b, grad)[0], expected)
+
+
+@pytest.mark.parametrize("columns", [1, 5, 8, 21, 32])
+def test_few_columns_need_no_transposed_pattern(device: torch.device, columns: int) -> None:
+    """What is not stored multiplies no infinity, and the order of additions is fixed."""
+    rows, width = 3001, 70
+    crow, col = pattern(rows, columns, device)
+    values = torch.randn(col.shape, device=device)
+    b = torch.randn(columns, width, device=device, requires_grad=True)
+    grad = torch.randn(rows, width, device=device)
+    grad[7, 3] = torch.inf
+    y = torchkiln.spmm((crow, col, values), b)
+    found, again = (torch.autograd.grad(y, b, grad, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(found, again)
+    stored = torch.zeros(columns, dtype=torch.bool, device=device)
+    stored[col[crow[7] : crow[8]]] = True
+    assert torch.equal(found[:, 3].isinf(), stored)
+    found[:, 3] = 0
+    grad[:, 3] = 0
+    matrix = dense(values, crow, col, columns).double()
+    error = (found - matrix.T @ grad.double()).abs()
+    assert bool((error <= 1e-5 * (matrix.abs().T @ grad.double().abs())).all())
+
+
+@pytest.mark.parametrize(("columns", "entries"), [(8, 400), (32, 400), (33, 500), (32, 100)])
+def test_which_matrices_have_few_columns(device: torch.device, columns: int, entries: int) -> None:
+    """At most 32 columns, a sixteenth of whose elements are stored."""
+    if device.type == "cpu":
+        pytest.skip("a kernel of the GPU")
+    places = torch.randperm(64 * columns, device=device)[:entries].sort().values
+    crow = torch.searchsorted(places, torch.arange(65, device=device) * columns)
+    values = torch.randn(entries, device=device)
+    b = torch.randn(columns, 16, device=device, requires_grad=True)
+    told = torchkiln.explain(torchkiln.spmm, (crow, places % columns, values), b).backward
+    assert told is not None
+    is_few = columns <= 32 and entries * 16 >= 64 * columns
+    assert ("without a transposed pattern" in " ".join(told.notes)) == is_few

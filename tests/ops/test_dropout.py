@@ -154,7 +154,9 @@ def test_gradient_has_the_mask_of_the_forward(device: torch.device, p: float) ->
         assert (grads[2] == 1).all()
 
 
-@pytest.mark.parametrize("shape", [(40003, 13), (70001, 1), (2053, 26), (71, 40001)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(40003, 13), (70001, 1), (2053, 26), (71, 40001), (1, 300001)], ids=str
+)
 @pytest.mark.parametrize("dtype", FLOATING, ids=str)
 def test_gradients_of_dense_rows(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, int]

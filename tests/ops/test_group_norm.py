@@ -56,6 +56,9 @@ def test_the_layout_is_that_of_x(device: str, shape: tuple[int, ...]) -> None:
         ((1, 5003, 3, 3), 1, True),  # blocks share the channels of a group
         ((2, 4099, 5), 4099, True),  # a thread adds the channels of a group
         ((5, 2000, 11), 1000, True),
+        ((37, 8202, 7), 2, True),  # groups of a pixel: single elements
+        ((3, 16400, 3, 5), 4, True),  # 8-byte vectors of float16, and parts
+        ((30, 4096, 1, 16), 1, True),  # 16-byte vectors
     ],
 )
 @pytest.mark.parametrize(
@@ -120,3 +123,11 @@ def test_replace_takes_torchs_module() -> None:
     report = torchkiln.replace(model)
     assert [report[name].now for name in ("1", "2")] == ["group_norm", "group_norm"]
     torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("pixels", "calls"), [(7, True), (17, False)])
+def test_groups_of_few_pixels_have_their_own_moments(pixels: int, calls: bool) -> None:
+    x = torch.randn(64, pixels, 4099, device="cuda").movedim(-1, 1)
+    told = torchkiln.explain(torchkiln.group_norm, x, 1).forward
+    assert ("merge_pixels" in [kernel.name for kernel in told.kernels]) == calls

@@ -138,7 +138,9 @@ def test_short_rows(device: torch.device, dtype: torch.dtype, op: Any, torchs: A
 
 @every_op
 @every_dtype
-@pytest.mark.parametrize(("rows", "length"), [(300007, 2), (300007, 3), (20011, 33)])
+@pytest.mark.parametrize(
+    ("rows", "length"), [(300007, 2), (300007, 3), (200003, 5), (90001, 11), (20011, 33)]
+)
 def test_many_short_rows(
     device: torch.device, dtype: torch.dtype, op: Any, torchs: Any, rows: int, length: int
 ) -> None:

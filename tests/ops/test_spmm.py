@@ -274,6 +274,8 @@ PATTERNS = {
     "flat": (5, 2000, 6000),
     "many entries": (300, 2000, 40000),
     "many rows": (5888, 4, 5215),
+    "eight columns": (2424, 8, 15000),
+    "one column": (8996, 1, 9000),
     "one long row": (60, 2000, 2500),
     "one long row of many": (1500, 2000, 5000),
 }

@@ -16,8 +16,6 @@
 namespace torchkiln::spmm_ops {
 namespace {
 
-using c10::SymInt;
-
 constexpr const char* kTransposed = "spmm_transposed";
 constexpr const char* kSampled = "spmm_sampled";
 constexpr const char* kTranspose = "csr_transpose";
@@ -82,6 +80,13 @@ void check_transpose(const char* op, const Tensor& crow, const Tensor& col,
               "torchkiln.", op, ": transpose: got ", dtype_name(transpose.scalar_type()), " ",
               transpose.sym_sizes(),
               ", expected the result of torchkiln.csr_transpose() for this pattern");
+}
+
+void check_columns(const char* op, const Tensor& transpose, const Tensor& col,
+                   const SymInt& columns) {
+  TORCH_CHECK(columns_of(transpose, col) == columns, "torchkiln.", op,
+              ": transpose: got the transpose of a pattern with ", columns_of(transpose, col),
+              " columns, expected ", columns);
 }
 
 void check_product(const char* op, const Tensor& crow, const Tensor& col, const Tensor& values,
@@ -178,6 +183,25 @@ void multiply(const char* op, const CsrArguments& pattern, const Tensor& values,
       [&](int64_t begin, int64_t end) { return cpu::spmm(arguments, begin, end); });
 }
 
+/// out = the transpose of a matrix with few columns, times x, on a GPU.
+void multiply_columns(const CsrArguments& pattern, const Tensor& values, const Tensor& x,
+                      const Tensor& out) {
+  const MaybeCopy weights = adjacent(values), rows = adjacent_columns(x);
+  SpmmColumns arguments{};
+  arguments.pattern = pattern.arguments;
+  arguments.values = weights->const_data_ptr();
+  arguments.x = dense_rows(*rows);
+  arguments.out = out.data_ptr();
+  arguments.dtype = dtype_of(out);
+  arguments.width = out.size(-1);
+  launch_allocating(
+      kTransposed, out, 0, 1,
+      [&](Allocate allocate, auto stream) {
+        return cuda::spmm_columns(arguments, allocate, stream);
+      },
+      [](int64_t, int64_t) { return Status{}; });
+}
+
 int32_t faults_of(const Tensor& crow, const Tensor& col, int64_t columns) {
   const CsrArguments pattern(crow, col, columns);
   const Tensor faults = at::zeros({1}, crow.options().dtype(at::kInt));
@@ -193,6 +217,15 @@ int32_t faults_of(const Tensor& crow, const Tensor& col, int64_t columns) {
 }
 
 }  // namespace
+
+bool reads_no_transpose(const Tensor& crow, const Tensor& col, const Tensor& values,
+                        const Tensor& x, const SymInt& columns) {
+  if (!x.is_cuda() || crow.dim() != 1 || values.dim() != 1 || x.dim() != 2) return false;
+  const std::optional<int64_t> begins = crow.sym_size(0).maybe_as_int();
+  const std::optional<int64_t> entries = col.sym_size(0).maybe_as_int();
+  const std::optional<int64_t> number = columns.maybe_as_int();
+  return begins && entries && number && has_few_columns(*begins - 1, *number, *entries);
+}
 
 void check_pattern(const Tensor& crow, const Tensor& col, int64_t columns) {
   const int64_t entries = col.size(-1);
@@ -232,22 +265,23 @@ Tensor CsrOp::meta(const Arguments& call) {
       check_batch(kSpmm, {{"crow", crow}, {"col", col}, {"values", values}}, {{"b", b}});
   if (transpose.has_value()) {
     check_transpose(kSpmm, crow, col, *transpose);
-    TORCH_CHECK(columns_of(*transpose, col) == b.sym_size(-2), "torchkiln.", kSpmm,
-                ": transpose: got the transpose of a pattern with ", columns_of(*transpose, col),
-                " columns, expected ", b.sym_size(-2));
+    check_columns(kSpmm, *transpose, col, b.sym_size(-2));
   }
   return empty_result(b.options(), batch, {crow.sym_size(-1) - 1, b.sym_size(-1)});
 }
 
 Tensor TransposedOp::meta(const Arguments& call) {
   const Tensor &crow = call.crow, &col = call.col, &values = call.values, &x = call.x;
-  const Tensor& transpose = call.transpose;
+  const MaybeTensor& transpose = call.transpose;
   check_product(kTransposed, crow, col, values, "x", x);
-  check_transpose(kTransposed, crow, col, transpose);
+  if (transpose.has_value()) {
+    check_transpose(kTransposed, crow, col, *transpose);
+    check_columns(kTransposed, *transpose, col, call.columns);
+  }
   check_size(kTransposed, "x", x, -2, crow.sym_size(-1) - 1, "the rows of the sparse matrix");
   const auto batch =
       check_batch(kTransposed, {{"crow", crow}, {"col", col}, {"values", values}}, {{"x", x}});
-  return empty_result(x.options(), batch, {columns_of(transpose, col), x.sym_size(-1)});
+  return empty_result(x.options(), batch, {call.columns, x.sym_size(-1)});
 }
 
 Tensor SampledOp::meta(const Arguments& call) {
@@ -275,9 +309,16 @@ Tensor CsrOp::kernel(const Arguments& call) {
 
 Tensor TransposedOp::kernel(const Arguments& call) {
   Tensor out = meta(call);
-  const MaybeCopy packed = adjacent(call.transpose);
+  const Tensor &crow = call.crow, &col = call.col;
+  if (reads_no_transpose(crow, col, call.values, call.x, call.columns)) {
+    multiply_columns(CsrArguments(crow, col, out.size(-2)), call.values, call.x, out);
+    return out;
+  }
+  const MaybeCopy packed = call.transpose
+                               ? adjacent(*call.transpose)
+                               : MaybeCopy::owned(TransposeOp::kernel(crow, col, call.columns));
   const int64_t columns = out.size(-2);
-  const int64_t entries = call.col->size(-1);
+  const int64_t entries = col.size(-1);
   const auto part = [&](int64_t begin, int64_t size) { return packed->narrow(-1, begin, size); };
   const Tensor begins = part(0, columns + 1), rows = part(columns + 1, entries);
   const CsrArguments pattern(begins, rows, call.x->size(-2));

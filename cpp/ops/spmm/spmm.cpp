@@ -9,8 +9,6 @@
 namespace torchkiln::spmm_ops {
 namespace {
 
-using c10::SymInt;
-
 /// Sums or expands a gradient over the batch, so that it has the shape of its tensor.
 Tensor fit(const Tensor& grad, c10::SymIntArrayRef shape) {
   const auto rank = static_cast<int64_t>(shape.size());
@@ -19,7 +17,7 @@ Tensor fit(const Tensor& grad, c10::SymIntArrayRef shape) {
 }
 
 /// The pattern of a call, and its transposed pattern, which is built at the first use if it was not
-/// given.
+/// given and a kernel reads it.
 struct Pattern {
   Tensor crow;
   Tensor col;
@@ -39,9 +37,11 @@ struct Pattern {
   }
   /// The gradient of `dense`: the product of the transposed sparse matrix with these values and x.
   Tensor transposed(const Tensor& dense, const Tensor& values, const Tensor& x) {
-    if (!transpose.defined()) transpose = call<TransposeOp>(crow, col, dense.sym_size(-2));
+    const SymInt columns = dense.sym_size(-2);
+    if (!transpose.defined() && !reads_no_transpose(crow, col, values, x, columns))
+      transpose = call<TransposeOp>(crow, col, columns);
     return dense_gradient(dense, values, x, [&](const Tensor& v, const Tensor& from) {
-      return call<TransposedOp>(crow, col, v, from, transpose);
+      return call<TransposedOp>(crow, col, v, from, maybe(transpose), columns);
     });
   }
 
@@ -153,13 +153,13 @@ Tensor CsrOp::composite(const Arguments& call) {
 }
 
 Tensor TransposedOp::composite(const Arguments& call) {
-  const Tensor out = meta(call);
+  meta(call);
   const Tensor &crow = call.crow, &col = call.col, &values = call.values, &x = call.x;
   const Batched all({crow, col, values}, {x});
   const Tensor columns = all.with_batch(col, 1);
   const Tensor rows = rows_of(all.with_batch(crow, 1), columns);
   return all.result(
-      scattered(all.with_batch(values, 1), all.with_batch(x, 2), rows, columns, out.sym_size(-2)));
+      scattered(all.with_batch(values, 1), all.with_batch(x, 2), rows, columns, call.columns));
 }
 
 Tensor SampledOp::composite(const Arguments& call) {
@@ -193,7 +193,8 @@ Tensor CsrOp::recorded(const Below& below, const Arguments& call) {
 
 Tensor TransposedOp::recorded(const Below& below, const Arguments& call) {
   return record_product(
-      "spmm_transposed", keep(*call.crow, *call.col, *call.values, *call.x, *call.transpose),
+      "spmm_transposed",
+      keep(*call.crow, *call.col, *call.values, *call.x, tensor_or_undefined(call.transpose)),
       below.call<TransposedOp>(call),
       [](auto& pattern, auto& values, auto& x, auto& grad) {
         return pattern.sampled(values, x, grad);

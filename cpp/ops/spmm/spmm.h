@@ -18,6 +18,7 @@
 namespace torchkiln::spmm_ops {
 
 using at::Tensor;
+using c10::SymInt;
 
 inline constexpr const char* kSpmm = "spmm";
 
@@ -43,13 +44,15 @@ struct CsrOp {
 
 struct TransposedOp {
   struct Arguments {
-    Borrowed<Tensor> crow, col, values, x, transpose;
+    Borrowed<Tensor> crow, col, values, x;
+    Borrowed<MaybeTensor> transpose;  // without it, kernel() builds it if it reads it
+    SymInt columns;
 
-    TORCHKILN_FIELDS(self.crow, self.col, self.values, self.x, self.transpose);
+    TORCHKILN_FIELDS(self.crow, self.col, self.values, self.x, self.transpose, self.columns);
   };
   static constexpr const char* kSchema =
       "torchkiln::_spmm_transposed(Tensor crow, Tensor col, Tensor values, Tensor x, "
-      "Tensor transpose) -> Tensor";
+      "Tensor? transpose, SymInt columns) -> Tensor";
   static Tensor meta(const Arguments& call);
   static Tensor kernel(const Arguments& call);
   static Tensor composite(const Arguments& call);
@@ -77,9 +80,14 @@ struct SampledOp {
 struct TransposeOp {
   static constexpr const char* kSchema =
       "torchkiln::csr_transpose(Tensor crow, Tensor col, SymInt columns) -> Tensor";
-  static Tensor meta(const Tensor& crow, const Tensor& col, c10::SymInt columns);
-  static Tensor kernel(const Tensor& crow, const Tensor& col, c10::SymInt columns);
+  static Tensor meta(const Tensor& crow, const Tensor& col, SymInt columns);
+  static Tensor kernel(const Tensor& crow, const Tensor& col, SymInt columns);
 };
+
+/// Whether the kernel of TransposedOp reads no transposed pattern, because the matrix has few
+/// columns. False for symbolic sizes.
+bool reads_no_transpose(const Tensor& crow, const Tensor& col, const Tensor& values,
+                        const Tensor& x, const SymInt& columns);
 
 /// Raises an error for a pattern with an index out of range or a duplicate entry. Synchronises with
 /// the GPU.

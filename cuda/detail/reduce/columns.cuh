@@ -185,5 +185,12 @@ Status launch(const Body& body, const Plan& plan, Allocate allocate, void* out, 
   return queue_finish(static_cast<const C*>(partial), plan, result, nullptr, stream);
 }
 
+/// Copies the gradient of one row of x, which is also that of a bias.
+inline Status copy_row(void* to, const void* from, int64_t columns, Dtype dtype,
+                       cudaStream_t stream) {
+  return status_of(cudaMemcpyAsync(to, from, static_cast<size_t>(columns) * size_of(dtype),
+                                   cudaMemcpyDeviceToDevice, stream));
+}
+
 }  // namespace columns
 }  // namespace torchkiln::reduce

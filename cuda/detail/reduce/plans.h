@@ -46,6 +46,10 @@ inline constexpr int kSinglePassRows = 16;
 // the registers of an SM and run as a second wave.
 inline constexpr int kBlocksPerMultiprocessor = 2;
 
+// Shortest single row whose "sums" elementwise kernels write in less time. Here a thread would have
+// one vector in flight, or one element.
+inline constexpr int64_t kLongRow = int64_t{1} << 18;
+
 /// The distribution of a [rows, columns] problem over threads and blocks. Depends only on shape,
 /// vector width and device.
 struct Plan {

@@ -14,6 +14,12 @@ struct Chunks {
   int64_t count;  // 0 if no row is long
 };
 
+/// Whether no row has more than `size` entries, unless indices repeat. Chunks would only search for
+/// rows, and a kernel that adds the parts of rows would find none.
+inline bool has_short_rows(const CsrPattern& pattern, int64_t size) {
+  return pattern.columns <= size && pattern.entries <= pattern.rows * pattern.columns;
+}
+
 /// The chunks of a pattern. A row is long if it has more entries than a chunk: `least` or, if that
 /// is larger, two to four times the mean, up to kMax. In a matrix of even rows of at most kMax
 /// entries no row is split.
@@ -21,7 +27,8 @@ inline Chunks make_chunks(const CsrPattern& pattern, int64_t least) {
   constexpr int64_t kMax = 4096;
   int64_t size = least;
   while (size < kMax && size * pattern.rows < 2 * pattern.entries) size *= 2;
-  return {size, pattern.entries > size ? ceil_div(pattern.entries, size) : 0};
+  if (pattern.entries <= size || has_short_rows(pattern, size)) return {size, 0};
+  return {size, ceil_div(pattern.entries, size)};
 }
 
 /// The assignment of threads. The first groups, of 1 << chunk_log2 threads (a warp or more),

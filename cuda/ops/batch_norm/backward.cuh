@@ -111,7 +111,8 @@ __device__ __forceinline__ void add_gradients(const BatchNormBackward& p,
   using T = typename Access::T;
   constexpr int kLanes = Access::kLanes;
   typename Access::C from_mean[kLanes];
-  gradient_of(p, factors, act, item, false, g, from_mean);
+  // Without an activation g is the incoming gradient.
+  gradient_of(p, factors, act, item, p.activation == kActivation<None>, g, from_mean);
   if (p.grad_residual != nullptr) store(static_cast<T*>(p.grad_residual) + at, g);
 #pragma unroll
   for (int i = 0; i < kLanes; ++i) {
@@ -248,7 +249,7 @@ Status with_backward_pass(const BatchNormBackward& p, const ChannelPass& pass, c
   return with_channel_access<kColumns>(p.dtype, pass.lanes, [&](auto access) {
     using Access = decltype(access);
     const auto with = [&](auto act) {
-      grid.shared_bytes = GradientStreams<Access, decltype(act)>::kSharedBytes;
+      grid.shared_bytes = shared_bytes_of<GradientStreams<Access, decltype(act)>>(pass.plan);
       return body(access, act, grid);
     };
     if constexpr (kMayAdd) {

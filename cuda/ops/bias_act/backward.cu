@@ -3,6 +3,8 @@
 //
 //   plan           kernel                       when
 //   elementwise    backward_elementwise.cu      no gradient of the bias is wanted
+//   one row        backward_elementwise.cu      one long row, whose gradients are written one after
+//                                               the other
 //   vectors        sum_columns, 16-byte loads   all rows are whole 16-byte vectors
 //   elements       sum_columns, single loads    otherwise
 //
@@ -136,12 +138,27 @@ Status launch_gradients(const BiasActBackward& p, const BiasActPlan& plan, const
                                                p.bias_dtype, stream);
 }
 
+/// Both gradients of one row. They are equal if the scale is 1.
+Status of_one_row(const BiasActBackward& p, CUstream_st* stream) {
+  const bool equal = p.scale == 1 && p.grad_x != nullptr;
+  if (p.grad_x != nullptr) {
+    const Status status = bias_act_grad_x(p, stream);
+    if (!status.ok()) return status;
+  }
+  if (equal) return columns::copy_row(p.grad_bias, p.grad_x, p.columns, p.dtype, stream);
+  BiasActBackward unscaled = p;
+  unscaled.grad_x = p.grad_bias;
+  unscaled.scale = 1;
+  return bias_act_grad_x(unscaled, stream);
+}
+
 }  // namespace
 
 Status bias_act_backward(const BiasActBackward& p, Allocate allocate, CUstream_st* stream) {
   if (p.columns == 0) return {};
   const std::optional<BiasActPlan> plan = choose(p, current_device());
   if (!plan) return bias_act_grad_x(p, stream);
+  if (plan->one_row) return of_one_row(p, stream);
   return dispatch_floating(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using Math = MathFor<T>;

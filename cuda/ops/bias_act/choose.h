@@ -25,11 +25,20 @@ constexpr BiasActTuning bias_act_tuning(bool from_input, size_t element, int lan
 }
 
 /// One pass over all rows, with vectors of `lanes` elements, or with single elements if `lanes` is
-/// 1.
+/// 1. With `one_row`, elementwise kernels instead, as the gradient of the bias has no sum.
 struct BiasActPlan {
   int lanes;
   reduce::columns::Plan columns;
+  bool one_row = false;
 };
+
+/// Whether elementwise kernels compute both gradients. The derivative of an activation that reads x
+/// depends on the scale, so that another scale than 1 needs a kernel for each gradient.
+inline bool has_one_long_row(const BiasActBackward& p) {
+  const bool from_input = kept_by_bias_act(p.activation) == Saved::input;
+  return p.rows == 1 && p.columns >= reduce::columns::kLongRow && p.bias_dtype == p.dtype &&
+         (!from_input || (p.scale == 1 && p.bias != nullptr));
+}
 
 /// Whether rows of grad, of the saved tensor and of grad_x consist of whole 16-byte vectors.
 inline bool uses_vectors(const BiasActBackward& p) {
@@ -48,7 +57,8 @@ inline std::optional<BiasActPlan> choose(const BiasActBackward& p, const device:
   const int lanes = uses_vectors(p) ? device::vector_lanes(p.dtype) : 1;
   const bool from_input = kept_by_bias_act(p.activation) == Saved::input;
   const int blocks = bias_act_tuning(from_input, size_of(p.dtype), lanes).blocks;
-  return BiasActPlan{lanes, reduce::columns::make_plan(p.rows, p.columns, lanes, blocks, device)};
+  return BiasActPlan{lanes, reduce::columns::make_plan(p.rows, p.columns, lanes, blocks, device),
+                     has_one_long_row(p)};
 }
 
 }  // namespace torchkiln::cuda

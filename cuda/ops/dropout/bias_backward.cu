@@ -5,6 +5,7 @@
 //   vectors    sum_columns, 16-byte loads   all rows are whole 16-byte vectors, or several adjacent
 //                                           rows together, if there are many
 //   elements   sum_columns, single loads    otherwise
+//   one row    elementwise.cu               one long row, whose gradients are equal
 
 #include "choose.h"
 #include "detail/reduce/columns.cuh"
@@ -78,11 +79,24 @@ Status launch_gradients(const DropoutBackward& p, const DropoutPlan& plan, Alloc
                                          stream);
 }
 
+Status of_one_row(const DropoutBackward& p, CUstream_st* stream) {
+  Elementwise<1> arguments{};
+  arguments.out[0] = p.grad_x != nullptr ? p.grad_x : p.grad_bias;
+  arguments.dtype = arguments.in_dtype[0] = p.dtype;
+  arguments.in[0] = p.grad;
+  Dimension<1> row{p.columns, {1}, {p.grad_column_stride}};
+  (void)make_layout(&row, 1, arguments.layout);  // one dimension always fits
+  const Status status = dropout_backward(arguments, p.dropout, stream);
+  if (!status.ok() || p.grad_x == nullptr) return status;
+  return columns::copy_row(p.grad_bias, p.grad_x, p.columns, p.dtype, stream);
+}
+
 }  // namespace
 
 Status bias_dropout_backward(const DropoutBackward& p, Allocate allocate, CUstream_st* stream) {
   if (p.columns == 0) return {};
   const DropoutPlan plan = choose(p, current_device());
+  if (plan.one_row) return of_one_row(p, stream);
   return dispatch_floating(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     return plan.lanes == 1 ? launch_gradients<T, 1>(p, plan, allocate, stream)

@@ -23,10 +23,12 @@ inline constexpr int64_t kFewestDropoutFolds = 8;
 inline constexpr int64_t kManyDraws = 1 << 21;
 
 /// One pass over all rows, or over groups of `fold` adjacent rows that are read as one row: in
-/// vectors of `lanes` elements, or in single elements.
+/// vectors of `lanes` elements, or in single elements. With `one_row`, an elementwise kernel
+/// instead, as both gradients are equal.
 struct DropoutPlan {
   int lanes;
   reduce::columns::Plan columns;
+  bool one_row = false;
 };
 
 inline DropoutPlan choose(const DropoutBackward& p, const device::Device& device) {
@@ -41,6 +43,11 @@ inline DropoutPlan choose(const DropoutBackward& p, const device::Device& device
     plan.columns.period = p.columns;
     return plan;
   };
+  if (p.rows == 1 && p.columns >= reduce::columns::kLongRow && p.bias_dtype == p.dtype) {
+    DropoutPlan plan = plan_of(in_vectors ? widest : 1, 1);
+    plan.one_row = true;
+    return plan;
+  }
   if (in_vectors) return plan_of(widest, 1);
   const DropoutPlan single = plan_of(1, 1);
   // Without vectors each element takes a Philox draw of its own; with vectors, one draw serves a

@@ -103,11 +103,32 @@ inline int merge_threads(int64_t moments) {
   return threads;
 }
 
+// Adjacent channels of few pixels: a channel of a sample has fewer elements than its partial
+// moments have bytes. If the channels of a group at a pixel are many, which are adjacent in memory,
+// they are a group of their own, whose moments are merged over the pixels.
+inline constexpr int64_t kMostPixels = 16;
+inline constexpr int64_t kFewestPixelBytes = 4 * 1024;
+/// Fewest elements for which this pays for another kernel.
+inline constexpr int64_t kFewestOfPixels = int64_t{1} << 20;
+
+/// The layout with a sample for each pixel.
+inline GroupLayout pixels_of(const GroupLayout& layout) {
+  return {layout.batch * layout.inner, layout.channels, layout.groups, 1, false};
+}
+
+inline bool has_groups_of_pixels(const GroupLayout& layout, Dtype dtype) {
+  return layout.channels_last && layout.inner > 1 && layout.inner <= kMostPixels &&
+         layout.channels_per_group() * static_cast<int64_t>(size_of(dtype)) >= kFewestPixelBytes &&
+         layout.all_groups() * layout.count() >= kFewestOfPixels &&
+         std::max(layout.channels, pixels_of(layout).all_groups()) <= INT32_MAX;
+}
+
 /// The kernels of a forward: `teams` alone, or `moments`, their merge, and one of `parts`, `planes`
 /// and `rows` for y.
 struct GroupNormPlan {
   std::optional<GroupTeamPlan> teams;
-  ChannelPass moments;  // groups as channels of batch norm, except for rows
+  bool of_pixels = false;  // `moments` and `parts` are those of pixels_of()
+  ChannelPass moments;     // groups as channels of batch norm, except for rows
   std::optional<GroupPartPlan> parts;
   std::optional<PlanePass> planes;
   std::optional<ChannelPass> rows;
@@ -118,12 +139,15 @@ inline GroupNormPlan choose(const GroupNorm& p, const Device& device) {
   plan.teams = choose_teams(p, device);
   if (plan.teams) return plan;
   const auto tensors = {p.x, static_cast<const void*>(p.y)};
-  plan.parts = choose_parts(p, device);
-  if (p.layout.channels_last && !plan.parts) {
+  GroupLayout layout = p.layout;
+  plan.of_pixels = has_groups_of_pixels(layout, p.dtype);
+  if (plan.of_pixels) layout = pixels_of(layout);
+  plan.parts = plan_group_parts(layout, p.dtype, tensors, device);
+  if (layout.channels_last && !plan.parts) {
     plan.moments = make_sample_pass(p.dtype, p.layout, {p.x}, kMomentBlocks, device);
     plan.rows = make_sample_pass(p.dtype, p.layout, tensors, kGroupOutputBlocks, device);
   } else {
-    const ChannelLayout groups{1, p.layout.all_groups(), p.layout.count()};
+    const ChannelLayout groups{1, layout.all_groups(), layout.count()};
     plan.moments = make_channel_pass(p.dtype, groups, {p.x}, kMomentBlocks, device);
     if (plan.parts) return plan;
     plan.planes = make_plane_pass(p.dtype, p.layout, tensors, kGroupOutputBlocks, device);

@@ -50,10 +50,6 @@ inline std::optional<GroupPartPlan> plan_group_parts(const GroupLayout& layout, 
   return GroupPartPlan{lanes, ceil_div(count, length), length};
 }
 
-inline std::optional<GroupPartPlan> choose_parts(const GroupNorm& p, const Device& device) {
-  return plan_group_parts(p.layout, p.dtype, {p.x, p.y}, device);
-}
-
 inline std::optional<GroupPartsPlan> choose_parts(const GroupNormBackward& p,
                                                   const Device& device) {
   if (p.layout.inner > kMostSampleElements && p.layout.batch < kFewestSamples) return std::nullopt;

@@ -8,6 +8,9 @@
 //            adjacent in memory, as a channel is   forward_parts.cu    elements of a channel or
 //            with
 //                                                                      no vectors of planes
+//   pixels   those of the groups of a pixel, as    part_outputs        channels_last with few
+//   pixels,
+//            parts: forward_pixels.cu                                  and many channels of a group
 //   planes   as parts                              plane_outputs,      channels are planes of
 //                                                  forward_planes.cu   adjacent elements
 //   rows     row_moments, merge_group,             row_outputs,        channels_last: adjacent
@@ -20,30 +23,15 @@
 #include "ops/batch_norm/forward.cuh"
 
 namespace torchkiln::cuda {
-namespace {
-
-/// The statistics of planes: a group is adjacent in memory, as a channel of batch norm.
-Status statistics_of_planes(const GroupNorm& p, const ChannelPass& pass, Allocate allocate,
-                            CUstream_st* stream) {
-  BatchNorm groups{};
-  groups.x = p.x;
-  groups.statistics = p.statistics;
-  groups.dtype = p.dtype;
-  groups.training = true;
-  groups.eps = p.eps;
-  groups.layout = pass.plan.layout;
-  return moments_of(groups, pass, allocate, stream);
-}
-
-}  // namespace
-
 Status group_norm(const GroupNorm& p, Allocate allocate, CUstream_st* stream) {
   const GroupNormPlan plan = choose(p, current_device());
   if (plan.teams) return group_norm_by_teams(p, *plan.teams, stream);
-  const Status status = plan.rows ? group_statistics_of_rows(p, plan.moments, allocate, stream)
-                                  : statistics_of_planes(p, plan.moments, allocate, stream);
+  if (plan.of_pixels) return group_norm_of_pixels(p, plan, allocate, stream);
+  const Status status =
+      plan.rows ? group_statistics_of_rows(p, plan.moments, allocate, stream)
+                : moments_of(moments_of_groups(p, plan.moments), plan.moments, allocate, stream);
   if (!status.ok()) return status;
-  if (plan.parts) return group_outputs_of_parts(p, *plan.parts, stream);
+  if (plan.parts) return group_outputs_of_parts(p, *plan.parts, 1, stream);
   return plan.rows ? group_outputs_of_rows(p, *plan.rows, stream)
                    : group_outputs_of_planes(p, *plan.planes, stream);
 }

@@ -13,9 +13,8 @@ __global__ void __launch_bounds__(kGroupPartThreads, kGroupPartBlocks)
   constexpr int kCount = kVectorsInFlight<Vector, Act>;
   wait_for_previous_kernel();
   const GroupPart<T, kLanes> part(rows, p.layout);
-  const int64_t all = p.layout.all_groups();
-  const C* const statistics = static_cast<const C*>(p.statistics) + part.group();
-  const C mean = statistics[0], low = statistics[all], rstd = statistics[2 * all];
+  const C* const statistics = static_cast<const C*>(p.statistics) + part.statistics();
+  const C mean = statistics[0], low = statistics[rows.all], rstd = statistics[2 * rows.all];
   const T* const x = static_cast<const T*>(p.x) + part.group() * p.layout.count();
   T* const y = static_cast<T*>(p.y) + part.group() * p.layout.count();
   Vector items[kCount];
@@ -35,11 +34,12 @@ __global__ void __launch_bounds__(kGroupPartThreads, kGroupPartBlocks)
 
 }  // namespace
 
-Status group_outputs_of_parts(const GroupNorm& p, const GroupPartPlan& plan, CUstream_st* stream) {
+Status group_outputs_of_parts(const GroupNorm& p, const GroupPartPlan& plan, int64_t pixels,
+                              CUstream_st* stream) {
   return with_group_parts(p, plan, [&](auto tag, auto lanes, auto act, const Grid& grid) {
     using T = typename decltype(tag)::type;
     return launch_overlapped(part_outputs<T, decltype(lanes)::value, decltype(act)>, grid, stream,
-                             p, part_rows(p, plan), act);
+                             p, part_rows(p, plan, pixels), act);
   });
 }
 

@@ -19,6 +19,22 @@ struct GroupParts {
   int64_t second;
 };
 
+/// The moments of groups that are adjacent in memory, as those of the channels of a batch norm.
+inline BatchNorm moments_of_groups(const GroupNorm& p, const ChannelPass& pass) {
+  BatchNorm groups{};
+  groups.x = p.x;
+  groups.statistics = p.statistics;
+  groups.dtype = p.dtype;
+  groups.training = true;
+  groups.eps = p.eps;
+  groups.layout = pass.plan.layout;
+  return groups;
+}
+
+/// Adjacent channels of few pixels: forward_pixels.cu.
+Status group_norm_of_pixels(const GroupNorm& p, const GroupNormPlan& plan, Allocate allocate,
+                            CUstream_st* stream);
+
 /// Groups that fit in the registers of teams: forward_teams.cu, backward_teams.cu.
 Status group_norm_by_teams(const GroupNorm& p, const GroupTeamPlan& plan, CUstream_st* stream);
 Status group_norm_backward_by_teams(const GroupNormBackward& p, const GroupTeamsPlan& plan,
@@ -26,7 +42,9 @@ Status group_norm_backward_by_teams(const GroupNormBackward& p, const GroupTeams
 
 /// Groups that several blocks share: y from the statistics (forward_parts.cu), and all gradients
 /// (backward_parts.cu).
-Status group_outputs_of_parts(const GroupNorm& p, const GroupPartPlan& plan, CUstream_st* stream);
+/// If several samples in turn are pixels of one, `pixels` of them share their statistics.
+Status group_outputs_of_parts(const GroupNorm& p, const GroupPartPlan& plan, int64_t pixels,
+                              CUstream_st* stream);
 Status group_norm_backward_by_parts(const GroupNormBackward& p, const GroupPartsPlan& plan,
                                     Allocate allocate, CUstream_st* stream);
 

@@ -16,14 +16,19 @@ struct PartRows {
   Divisor inner;   // elements of a channel
   Divisor groups;  // groups per sample
   Divisor parts;   // parts per group
+  Divisor pixels;  // samples in turn that share their statistics
+  int64_t all;     // groups with statistics
   bool adjacent;   // the parameters of a vector can be read as a vector, too
 };
 
 template <class Problem>
-PartRows part_rows(const Problem& p, const GroupPartPlan& plan) {
-  return {plan, Divisor(static_cast<uint32_t>(p.layout.inner)),
+PartRows part_rows(const Problem& p, const GroupPartPlan& plan, int64_t pixels = 1) {
+  return {plan,
+          Divisor(static_cast<uint32_t>(p.layout.inner)),
           Divisor(static_cast<uint32_t>(p.layout.groups)),
           Divisor(static_cast<uint32_t>(plan.parts)),
+          Divisor(static_cast<uint32_t>(pixels)),
+          p.layout.all_groups() / pixels,
           p.layout.inner == 1 && aligned(p.weight) && aligned(p.bias)};
 }
 
@@ -39,13 +44,16 @@ class GroupPart {
     const int64_t begin = int64_t{blockIdx.x - group * rows.parts.divisor()} * rows.plan.length;
     begin_ = begin + static_cast<int>(threadIdx.x) * kLanes;
     end_ = min(begin + rows.plan.length, layout.count());
-    first_channel_ =
-        static_cast<int64_t>(group - rows.groups.quotient(group) * rows.groups.divisor()) *
-        layout.channels_per_group();
+    const uint32_t sample = rows.groups.quotient(group);
+    const uint32_t of_sample = group - sample * rows.groups.divisor();
+    first_channel_ = static_cast<int64_t>(of_sample) * layout.channels_per_group();
+    statistics_ = rows.pixels.quotient(sample) * rows.groups.divisor() + of_sample;
   }
 
   /// The index of the group among the groups of all samples.
   __device__ __forceinline__ int64_t group() const { return group_; }
+  /// The index of its statistics.
+  __device__ __forceinline__ uint32_t statistics() const { return statistics_; }
 
   /// Until the part ends, calls load(k, at) for up to kCount vectors of the thread, then use(k, at)
   /// for the same vectors. `at`: elements from the beginning of the group.
@@ -93,6 +101,7 @@ class GroupPart {
   int64_t begin_;
   int64_t end_;
   int64_t first_channel_;
+  uint32_t statistics_;
 };
 
 /// Calls body(TypeTag<T>, lanes as a type, activation, grid).

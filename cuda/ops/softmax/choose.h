@@ -47,6 +47,10 @@ inline constexpr int kSingleRows = 8 * kShortThreads;  // rows per block, if a r
 /// Rows per thread, if there are many rows. The bytes in flight of a single short row would not
 /// hide the latency.
 inline constexpr int kShortRows = 4;
+/// Elements and rows of a thread if half as many threads then share a row: with 33 elements, 16
+/// threads of kShortItems would leave half of their loads, shuffles and stores without an element.
+inline constexpr int kMoreShortItems = 6;
+inline constexpr int kFewerShortRows = 2;
 /// Longest short row, in bytes.
 inline constexpr int64_t kShortBytes = 96;
 /// Short rows of whole vectors are read in vectors if they need more threads per SM than this.
@@ -97,7 +101,7 @@ struct ShortPlan {
   static constexpr const char* kWhy = "A row is short: threads of a warp share it.";
   int64_t blocks;
   int log_lanes;  // log2 of the threads per row
-  int rows;       // per thread: 1 or kShortRows
+  int rows;       // per thread: 1, kShortRows or kFewerShortRows
 };
 
 using SoftmaxPlan = std::variant<RegistersPlan, PartsPlan, StridedPlan, TilePlan, ShortPlan>;
@@ -173,8 +177,12 @@ std::optional<ShortPlan> make_short_plan(const Problem& p, Alignment alignment,
     return std::nullopt;
   if (p.length == 1) return ShortPlan{ceil_div(p.outer, kSingleRows), 0, 1};
   const bool many = threads > int64_t{kShortRows * kFewThreads} * device.multiprocessors;
-  const int rows = many ? kShortRows : 1;
-  return ShortPlan{ceil_div(threads, kShortThreads * rows), log_lanes, rows};
+  if (!many) return ShortPlan{ceil_div(threads, kShortThreads), log_lanes, 1};
+  const int fewer_lanes = ceil_log2(static_cast<int>(ceil_div(p.length, kMoreShortItems)));
+  if (fewer_lanes == log_lanes || size_of(p.dtype) == 8)
+    return ShortPlan{ceil_div(threads, kShortThreads * kShortRows), log_lanes, kShortRows};
+  return ShortPlan{ceil_div(p.outer << fewer_lanes, kShortThreads * kFewerShortRows), fewer_lanes,
+                   kFewerShortRows};
 }
 
 inline std::optional<TilePlan> make_tile_plan(const Softmax& p, const Device& device) {

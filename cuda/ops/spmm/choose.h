@@ -224,7 +224,8 @@ int group_log2_of(const CsrPattern& pattern, int least, int most) {
 inline Chunks sampled_chunks(const CsrPattern& pattern, int64_t few, int64_t many) {
   if (pattern.entries > kFewEntries || pattern.entries < pattern.rows)
     return make_chunks(pattern, many);
-  return {few, pattern.entries > few ? ceil_div(pattern.entries, few) : 0};
+  if (pattern.entries <= few || has_short_rows(pattern, few)) return {few, 0};
+  return {few, ceil_div(pattern.entries, few)};
 }
 
 inline Units units_of(const CsrPattern& pattern, Narrow) {

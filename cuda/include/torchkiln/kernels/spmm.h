@@ -53,6 +53,26 @@ inline bool reads_columns(const Spmm& p) {
              matrices * p.pattern.columns * static_cast<int64_t>(size_of(p.dtype));
 }
 
+/// out = the transpose of one sparse matrix with few columns, times x: a pass over the rows of
+/// both, for which the transposed pattern need not be built.
+struct SpmmColumns {
+  CsrPattern pattern;
+  const void* values;  // [entries]
+  DenseRows x;         // [rows, width]
+  void* out;           // [columns, width], contiguous
+  Dtype dtype;
+  int64_t width;
+};
+
+/// Whether cuda::spmm_columns() should compute the product with a transposed matrix. Every row has
+/// a weight for each column in registers and shared memory, so columns must be few, and at least a
+/// sixteenth of the elements stored.
+inline bool has_few_columns(int64_t rows, int64_t columns, int64_t entries) {
+  constexpr int64_t kMostColumns = 32, kMostElements = 16;  // per entry
+  return entries > 0 && columns <= kMostColumns && entries <= rows * columns &&
+         rows * columns <= kMostElements * entries;
+}
+
 /// out[b, e] = the dot product of row i of left[b] and row j of right[b], for entry e at (i, j). If
 /// `summed`, the results are added over the batch.
 struct SampledProduct {
@@ -116,6 +136,8 @@ namespace cuda {
 
 /// Runs on the current device, queued on `stream`.
 TORCHKILN_EXPORT Status spmm(const Spmm& arguments, Allocate allocate, CUstream_st* stream);
+TORCHKILN_EXPORT Status spmm_columns(const SpmmColumns& arguments, Allocate allocate,
+                                     CUstream_st* stream);
 TORCHKILN_EXPORT Status sampled_product(const SampledProduct& arguments, CUstream_st* stream);
 TORCHKILN_EXPORT Status csr_transpose(const CsrTranspose& arguments, Allocate allocate,
                                       CUstream_st* stream);
