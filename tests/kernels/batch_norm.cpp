@@ -23,8 +23,7 @@ Launch launch_of(const Gpu& gpu, const ChannelPass& pass, int blocks) {
                        : "A thread keeps its columns; two kernels, and one between them.";
   launch.blocks_x = pass.plan.tiles;
   launch.blocks_y = pass.plan.parts;
-  launch.threads = pass.plan.threads;
-  launch.most_threads = kChannelThreads;
+  launch.threads = launch.most_threads = kChannelThreads;
   launch.shared_bytes = kRingBytes;
   launch.per_multiprocessor = resident_blocks(gpu, blocks, kRingBytes);
   return launch;
@@ -86,7 +85,6 @@ void write_batch_norm(const Gpu& gpu, int64_t rows, int64_t columns) {
     const ChannelLayout pixels{call.rows, call.columns, 1};
     write_norm(gpu, call, "adjacent channels", pixels, false);
     write_norm(gpu, call, "adjacent channels with a residual", pixels, true);
-    write_norm(gpu, call, "one plane of each channel", {1, call.rows, call.columns}, true);
     if (call.columns > 1)
       write_norm(gpu, call, "planes of 64 channels", {call.rows, kChannels, call.columns}, false);
   }

@@ -209,18 +209,6 @@ def test_threads_have_several_of_many_short_rows(program: Path, op: str) -> None
             assert plan.blocks_x * plan.threads * of_thread == rows
 
 
-@pytest.mark.parametrize("op", ["batch norm forward", "batch norm backward"])
-@pytest.mark.parametrize(("columns", "threads"), [(320, 64), (1024, 128), (1032, 256)])
-def test_blocks_of_short_channels_have_few_threads(
-    program: Path, op: str, columns: int, threads: int
-) -> None:
-    """Each thread has a vector of a channel that a block has as a whole."""
-    for plan in choosing.plans(program, [(22732, columns)], op):
-        if plan[2:5] == ("one plane of each channel", "bfloat16", "vector"):
-            assert plan.kernel == "whole"
-            assert plan.threads == threads
-
-
 @pytest.mark.parametrize("op", ["softmax forward", "softmax backward"])
 @pytest.mark.parametrize(("columns", "lanes", "of_thread"), [(31, 8, 4), (33, 8, 2), (47, 8, 2)])
 def test_few_threads_share_a_short_row(

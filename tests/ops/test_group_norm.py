@@ -129,5 +129,5 @@ def test_replace_takes_torchs_module() -> None:
 @pytest.mark.parametrize(("pixels", "calls"), [(7, True), (17, False)])
 def test_groups_of_few_pixels_have_their_own_moments(pixels: int, calls: bool) -> None:
     x = torch.randn(64, pixels, 4099, device="cuda").movedim(-1, 1)
-    told = torchkiln.explain(torchkiln.group_norm, x, 1).forward
-    assert ("merge_pixels" in [kernel.name for kernel in told.kernels]) == calls
+    found = str(torchkiln.explain(torchkiln.group_norm, x, 1))
+    assert ("merge_pixels" in found) == calls

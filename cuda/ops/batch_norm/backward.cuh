@@ -249,7 +249,7 @@ Status with_backward_pass(const BatchNormBackward& p, const ChannelPass& pass, c
   return with_channel_access<kColumns>(p.dtype, pass.lanes, [&](auto access) {
     using Access = decltype(access);
     const auto with = [&](auto act) {
-      grid.shared_bytes = shared_bytes_of<GradientStreams<Access, decltype(act)>>(pass.plan);
+      grid.shared_bytes = GradientStreams<Access, decltype(act)>::kSharedBytes;
       return body(access, act, grid);
     };
     if constexpr (kMayAdd) {

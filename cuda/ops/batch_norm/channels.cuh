@@ -177,7 +177,7 @@ inline Status grid_of(const ChannelPlan& plan, Grid& grid) {
   if (plan.tiles > kMaxGridX) return {"too many channels for one launch"};
   if (plan.segment != 0 && plan.rows > INT32_MAX) return {"too many planes for one launch"};
   grid.blocks = dim3(static_cast<unsigned>(plan.tiles), static_cast<unsigned>(plan.parts));
-  grid.threads = static_cast<unsigned>(plan.threads);
+  grid.threads = kChannelThreads;
   return {};
 }
 

@@ -78,16 +78,15 @@ inline constexpr int64_t kManyTotals = 4096;
 /// The distribution of the elements over blocks and threads. Depends only on shape and device.
 struct ChannelPlan {
   ChannelLayout layout;
-  int threads_x;                  // threads along a row or a segment
-  int threads_y;                  // rows or segments that a block reads at a time
-  int threads = kChannelThreads;  // of a block
-  int64_t tiles;                  // blocks along x: tiles of columns, or channels
-  int64_t parts;                  // blocks along y, which share the rows
-  int64_t rows;                   // rows, or segments of all planes
-  int64_t columns;                // columns per row
-  Divisor period{};               // columns of a channel
-  int64_t segment = 0;            // elements of a segment
-  Divisor segments{};             // segments per plane
+  int threads_x;        // threads along a row or a segment
+  int threads_y;        // rows or segments that a block reads at a time
+  int64_t tiles;        // blocks along x: tiles of columns, or channels
+  int64_t parts;        // blocks along y, which share the rows
+  int64_t rows;         // rows, or segments of all planes
+  int64_t columns;      // columns per row
+  Divisor period{};     // columns of a channel
+  int64_t segment = 0;  // elements of a segment
+  Divisor segments{};   // segments per plane
 };
 
 /// One kernel over the elements of one or more tensors.
@@ -177,12 +176,6 @@ inline void make_whole(ChannelPass& pass) {
   if (!few && (pass.in_rows || plan.parts > 1)) return;
   plan.parts = 1;
   pass.whole = true;
-  if (pass.in_rows) return;
-  // Threads without a segment would take the place of other blocks, which most of the time wait for
-  // memory or for their threads.
-  while (plan.threads > kWarpLanes && plan.threads / 2 >= plan.threads_x * plan.rows)
-    plan.threads /= 2;
-  plan.threads_y = plan.threads / plan.threads_x;
 }
 
 /// The plan of one kernel that makes both passes with a resident grid; nullopt if there is none.

@@ -207,14 +207,13 @@ Status launch_outputs(const BatchNorm& p, const ChannelPass& pass, CUstream_st* 
   if (!fits.ok()) return fits;
   return with_channel_access<kColumns>(p.dtype, pass.lanes, [&](auto access) {
     using Access = decltype(access);
-    grid.shared_bytes = shared_bytes_of<OutputStreams<Access>>(pass.plan);
+    grid.shared_bytes = OutputStreams<Access>::kSharedBytes;
     const Status status = with_channel_activation<Access>(p.activation, [&](auto act) {
       using Act = decltype(act);
       auto* kernel = channel_outputs<Access, Act>;
       if (pass.whole) {
         kernel = whole_channels<Access, Act>;
-        grid.shared_bytes =
-            std::max(grid.shared_bytes, shared_bytes_of<MomentStreams<Access>>(pass.plan));
+        grid.shared_bytes = std::max(grid.shared_bytes, MomentStreams<Access>::kSharedBytes);
       }
       return launch_overlapped(kernel, grid, stream, p, pass.plan, act);
     });

@@ -90,16 +90,6 @@ struct ChannelStreams {
   }
 };
 
-/// The shared memory of a block. A thread of a small block has at most one segment, so that it uses
-/// a stage for each vector of that, and planes need none for their sums.
-template <class Streams>
-int shared_bytes_of(const ChannelPlan& plan) {
-  if (plan.threads == kChannelThreads) return Streams::kSharedBytes;
-  const int64_t step = int64_t{plan.threads_x} * Streams::Access::kLanes;
-  const int64_t stages = std::min<int64_t>(Streams::kStages, ceil_div(plan.segment, step));
-  return Streams::kAhead ? static_cast<int>(stages) * Streams::kStageBytes : 0;
-}
-
 /// Reads the vectors of a thread through a ring of stages in shared memory, several vectors ahead
 /// of their use. Each thread reads only its own copies, so no barrier is needed.
 template <bool kBackwards, class Streams>
