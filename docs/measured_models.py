@@ -39,6 +39,8 @@ FORMS = {
 LLAMA = FORMS | {
     "head": "`replace(head=True)`",
     "head recompute": "`replace(head=True, recompute=True)`",
+    "fp8": '`replace(precision="fp8")`',
+    "fp8 head": '`replace(precision="fp8", head="fp8")`',
     "library": "`torch.compile` with the mask that transformers makes then",
 }
 """Titles of the columns of docs/model_times.py."""
