@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from torchkiln.nn.convolution import CONVOLUTIONS, is_batch_norm
 from torchkiln.nn.plain import has_hooks, is_torchs
-from torchkiln.patch.formula.activation import computed
+from torchkiln.patch.formula.activation import computed, computed_in_place
 from torchkiln.patch.formula.reads import Reads
 from torchkiln.patch.graph.pool import is_max_pool
 
@@ -97,7 +97,7 @@ def activation_of(root: nn.Module, node: fx.Node) -> tuple[str, Reads] | None:
     if module is not None:
         if has_hooks(module) or "forward" in vars(module):
             return None
-        found = computed(module, overwrites=True)
+        found = computed_in_place(module)
         if isinstance(found, str):
             return None
         name = str(node.target)
