@@ -35,13 +35,25 @@ def with_rows(
         yield Candidate(tuple(r for r in rows if r.changed and r.name in own), module, plan)
 
 
+def fused_parts(fused: Iterable[tuple[nn.Module, batch_norm.FusedForward]]) -> set[nn.Module]:
+    """The modules that calls of fused batch norms contain, such as activations."""
+    return {module.get_submodule(name) for module, plan in fused for name, _ in plan.reads.parts}
+
+
 def matched(
-    model: nn.Module, search: Search, rows: list[Replacement], skip: Skip, kinds: tuple[str, ...]
+    model: nn.Module,
+    search: Search,
+    rows: list[Replacement],
+    skip: Skip,
+    kinds: tuple[str, ...],
+    parts: set[nn.Module],
 ) -> list[tuple[Replacement, nn.Module, Match]]:
-    """The modules that compute the formula of an op. Adds missing rows of modules."""
+    """The modules that compute the formula of an op, except ``parts`` of other formulas.
+
+    Adds missing rows of modules.
+    """
     matches: list[tuple[Replacement, nn.Module, Match]] = []
     default = first_dtype(model.parameters()) or torch.float32
-    parts: set[nn.Module] = set()
     known = {row.name for row in rows}
     for name, module in model.named_modules():
         row = Replacement(name, type(module).__name__)

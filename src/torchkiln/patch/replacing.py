@@ -17,6 +17,7 @@ from torchkiln.patch.finding import (
     Skip,
     found_heads,
     free_modules,
+    fused_parts,
     is_skipped,
     made,
     matched,
@@ -181,7 +182,9 @@ class Replace:
             if "batch_norm" in kinds and not exact:
                 refusal = functools.partial(why_torchs_batch_norm, skip, asked=only is not None)
                 rows, fused = batch_norm.find_all(model, refusal)
-            matches = matched(model, Search(self.registry, exact=exact), rows, skip, kinds)
+            matches = matched(
+                model, Search(self.registry, exact=exact), rows, skip, kinds, fused_parts(fused)
+            )
             quantized: list[fp8.Found] = []
             if precision is not None:
                 skipped = functools.partial(is_skipped, skip=skip)
