@@ -12,6 +12,7 @@ from torch import nn
 from torchkiln.patch.graph import batch_norm
 from torchkiln.patch.plan import Candidate, Match, Plan, made_class
 from torchkiln.patch.probe import first_dtype
+from torchkiln.patch.registry import Registry
 from torchkiln.patch.report import Replacement
 from torchkiln.patch.search import Search, replaced_before
 from torchkiln.patch.source.heads import Head as OfHead
@@ -75,8 +76,12 @@ def matched(
     return matches
 
 
-def why_torchs_batch_norm(skip: Skip, name: str, module: nn.Module, *, asked: bool) -> str:
-    """The reason to leave a batch norm unchanged, or ""."""
+def why_torchs_batch_norm(
+    skip: Skip, registry: Registry, name: str, module: nn.Module, *, asked: bool
+) -> str | None:
+    """The reason to leave a batch norm unchanged, or ""; None if its class has another forward."""
+    if type(module) in registry.entries:
+        return None
     if is_skipped(name, module, skip):
         return "skip"
     tensors = [*module.parameters(), *module.buffers()]

@@ -180,7 +180,9 @@ class Replace:
         fused: list[tuple[nn.Module, batch_norm.FusedForward]] = []
         with usual_modes():
             if "batch_norm" in kinds and not exact:
-                refusal = functools.partial(why_torchs_batch_norm, skip, asked=only is not None)
+                refusal = functools.partial(
+                    why_torchs_batch_norm, skip, self.registry, asked=only is not None
+                )
                 rows, fused = batch_norm.find_all(model, refusal)
             matches = matched(
                 model, Search(self.registry, exact=exact), rows, skip, kinds, fused_parts(fused)
