@@ -197,7 +197,10 @@ def chain_of(root: nn.Module, norm: fx.Node) -> Chain | str:
     x = norm.args[0]
     conv = x if isinstance(x, fx.Node) and is_convolution(root, x) else None
     if isinstance(found, str):
-        return found if conv is None else Chain(norm, (), norm, None, "none", conv)
+        if conv is None:
+            return found
+        chain = Chain(norm, (), norm, None, "none", conv)
+        return chain if can_move(root, chain) else "a call before it may change its input"
     pool = pool_behind(root, found)
     for first, last in ((conv, pool), (conv, None), (None, pool), (None, None)):
         chain = replace(found, conv=first, pool=last)
