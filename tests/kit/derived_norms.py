@@ -6,7 +6,10 @@ Their forwards are made from the source of the installed torch.
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
+import itertools
+from collections.abc import Iterator
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -190,3 +193,64 @@ ATTACKS = {
         "super() is not torch's batch norm",
     ),
 }
+
+
+def mutants() -> Iterator[str]:
+    """Sources with one change of an expression or a statement of torch's forward."""
+    tree = ast.parse(spelled_out())
+    for at, change in itertools.product(range(len(common(tree))), MUTATIONS):
+        mutant = copy.deepcopy(tree)
+        change(common(mutant)[at])
+        source = ast.unparse(ast.fix_missing_locations(mutant))
+        if source != ast.unparse(tree):
+            yield source
+
+
+def common(tree: ast.Module) -> list[ast.AST]:
+    """The nodes that a class has in common with torch's forward, without texts."""
+    (forward,) = (n for n in ast.walk(tree) if getattr(n, "name", "") == "forward")
+    assert isinstance(forward, ast.FunctionDef)
+    parts = [part for part in forward.body[1:-3] if not isinstance(part, ast.Expr)]
+    return [node for part in parts for node in ast.walk(part)]
+
+
+def other_constant(node: ast.AST) -> None:
+    """Changes a constant."""
+    if isinstance(node, ast.Constant):
+        node.value = ... if node.value is None else not node.value
+
+
+def other_name(node: ast.AST) -> None:
+    """Changes the name of a variable, a global or an attribute."""
+    if isinstance(node, ast.Name):
+        node.id = "momentum" if node.id == "exponential_average_factor" else "self"
+    if isinstance(node, ast.Attribute):
+        node.attr = "affine"
+
+
+def other_operator(node: ast.AST) -> None:
+    """Changes an operator."""
+    match node:
+        case ast.BoolOp(op=op):
+            node.op = ast.And() if isinstance(op, ast.Or) else ast.Or()
+        case ast.Compare(ops=[op]):
+            node.ops = [ast.IsNot() if isinstance(op, ast.Is) else ast.Is()]
+        case ast.UnaryOp():
+            node.op = ast.USub()
+        case ast.BinOp():
+            node.op = ast.Mult()
+
+
+def without_statement(node: ast.AST) -> None:
+    """Removes the first statement of a branch."""
+    if isinstance(node, ast.If):
+        node.body[:1] = [ast.Pass()]
+
+
+def with_statement(node: ast.AST) -> None:
+    """Adds a statement to a branch."""
+    if isinstance(node, ast.If):
+        node.orelse.append(ast.parse("x = x * 2").body[0])
+
+
+MUTATIONS = (other_constant, other_name, other_operator, without_statement, with_statement)

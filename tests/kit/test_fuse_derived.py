@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from derived_norms import ATTACKS, FORMS, INIT, changed, spelled_out
+from derived_norms import ATTACKS, FORMS, INIT, changed, mutants, spelled_out
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 import torchkiln
+from torchkiln.patch.graph.derived import calls_of
 
 NUMBERS = itertools.count()
 
@@ -158,6 +159,13 @@ def test_other_classes_are_left_alone(attack: str, load: Callable[[str], Any]) -
     assert not report.changed
     assert type(block) is Block
     assert reason in report["bn1"].reason
+
+
+def test_each_change_of_the_forward_is_found(load: Callable[[str], Any]) -> None:
+    sources = list(mutants())
+    assert len(sources) > 60
+    assert calls_of(load(spelled_out())) == ("drop", "act")
+    assert [source for source in sources if not isinstance(calls_of(load(source)), str)] == []
 
 
 def test_code_without_its_source_is_left_alone(load: Callable[[str], Any]) -> None:
@@ -324,3 +332,26 @@ def test_replace_fuses_them(load: Callable[[str], Any]) -> None:
     assert report["bn1"].now == "conv_bn_act(gelu)"
     assert report["bn1.act"].reason == "its formula is part of that of its parent"
     assert agree(block, reference)
+
+
+def registered(norm: Any, x: Tensor) -> Tensor:
+    """A registered forward."""
+    y: Tensor = norm.act(nn.BatchNorm2d.forward(norm, x))
+    return y
+
+
+def test_a_registered_forward_of_the_class_stays(load: Callable[[str], Any]) -> None:
+    norm = load(spelled_out())
+    generator = torch.Generator().manual_seed(0)
+    torchkiln.replace.register(
+        norm,
+        registered,
+        inputs=lambda m: torch.randn(
+            m.num_features, m.num_features, 3, 3, generator=generator
+        ).double(),
+    )
+    try:
+        report = torchkiln.replace(Block(norm).double(), only=("batch_norm", "registered"))
+        assert report["bn1"].now == "registered"
+    finally:
+        torchkiln.replace.unregister(norm)

@@ -120,7 +120,11 @@ def parts_of(conv: nn.Module, norm: _BatchNorm, x: Tensor, *, inside: bool = Fal
         return None
     # Read from the dicts of the modules: nn.Module takes 1 us to look up an attribute.
     given, own, buffers = conv._parameters, norm._parameters, norm._buffers
-    weight, mean, var = given.get("weight"), buffers["running_mean"], buffers["running_var"]
+    weight, mean, var = (
+        given.get("weight"),
+        buffers.get("running_mean"),
+        buffers.get("running_var"),
+    )
     if weight is None or mean is None or var is None or not (has_own(given) and has_own(own)):
         return None
     cls, dims = type(norm), x.dim()

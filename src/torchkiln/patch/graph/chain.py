@@ -199,7 +199,7 @@ def chain_of(root: nn.Module, norm: fx.Node) -> Chain | str:
     if isinstance(found, str):
         if conv is None:
             return found
-        chain = Chain(norm, (), norm, None, "none", conv)
+        chain = replace(without_activation(root, norm), conv=conv)
         return chain if can_move(root, chain) else "a call before it may change its input"
     pool = pool_behind(root, found)
     for first, last in ((conv, pool), (conv, None), (None, pool), (None, None)):
@@ -289,12 +289,27 @@ def chain_behind(root: nn.Module, norm: fx.Node) -> Chain | str:
             in_place = user.target in IN_PLACE
             if in_place and user.args[0] is residual:
                 return "its residual is changed in place"
-        elif type(module) is not nn.Identity or has_hooks(module):
+        elif not is_identity(module):
             return "no activation follows"
         else:
             reads += Reads(parts=((str(user.target), nn.Identity),))
         between.append(user)
         node = user
+
+
+def is_identity(module: nn.Module | None) -> bool:
+    """Whether a call of a module returns its argument and does nothing else."""
+    return module is not None and is_torchs(module, (nn.Identity,))
+
+
+def without_activation(root: nn.Module, norm: fx.Node) -> Chain:
+    """The chain of a batch norm and the identities behind it."""
+    node, between, reads = norm, [], Reads()
+    while len(node.users) == 1 and is_identity(called_module(root, user := next(iter(node.users)))):
+        between.append(user)
+        reads += Reads(parts=((str(user.target), nn.Identity),))
+        node = user
+    return Chain(norm, tuple(between), node, None, "none", reads=reads)
 
 
 def module_of(graph: fx.Graph, path: str) -> fx.Node:

@@ -114,7 +114,8 @@ still_calls._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def inside(norm: nn.Module) -> tuple[str, ...] | str:
     """The submodules that a batch norm calls, or the reason not to change its calls."""
     base: Any = torchs(type(norm))
-    own = [name for name in vars(norm) if callable(getattr(base, name, None))]
+    hidden = {*norm._parameters, *norm._buffers}
+    own = [n for n in vars(norm) if n in hidden or callable(getattr(base, n, None))]
     if own:
         return f"its {own[0]} is an attribute of the instance"
     found = calls_of(type(norm))
@@ -170,10 +171,16 @@ def resolved(function: Any, chain: Chain) -> object:
     name, *rest = chain
     value = function.__globals__.get(name, MISSING)
     if value is MISSING:
-        value = function.__builtins__.get(name, MISSING)
+        value = builtins_of(function).get(name, MISSING)
     for part in rest:
         value = vars(value).get(part, MISSING) if type(value) is ModuleType else MISSING
     return value
+
+
+def builtins_of(function: Any) -> dict[str, object]:
+    """The names that a function finds after its globals."""
+    names: dict[str, object] = function.__builtins__
+    return names
 
 
 @dataclass
@@ -235,6 +242,8 @@ def body_of(function: Any) -> Iterator[ast.stmt]:
     """The statements of a forward of one argument that does nothing else."""
     if type(function) is not FunctionType or hasattr(function, "__wrapped__"):
         raise NoFormulaError("its forward is decorated")
+    if any(type(scope) is not dict for scope in (function.__globals__, builtins_of(function))):
+        raise NoFormulaError("its globals are no dict")
     code = function.__code__
     options = code.co_flags & 0x0C, code.co_kwonlyargcount, code.co_posonlyargcount
     if code.co_cellvars:
@@ -253,6 +262,8 @@ class Reading:
     def __init__(self, cls: type, base: Any, read: Globals) -> None:
         self.owner = next(one for one in cls.__mro__ if "forward" in vars(one))
         self.function = read.function
+        if vars(self.owner)["forward"] is not self.function:
+            raise NoFormulaError("its forward is decorated")
         self.base = base
         self.statements = list(body_of(self.function))
         self.form = Form(self.function, read)
@@ -320,11 +331,12 @@ class Reading:
         match statement:
             case ast.Assert(test=test, msg=message):
                 messages = [message] if message else []
-            case ast.Expr(value=ast.Call(func=function, args=[test, *messages], keywords=[])):
-                if self.form.of(function) != ("global", id(torch._assert)):
-                    return bool(self.form.of(statement) == torchs)
+            case ast.Expr(value=ast.Call(func=function, args=[test, message], keywords=[])) if (
+                self.form.of(function) == ("global", id(torch._assert))
+            ):
+                messages = [message]
             case _:
-                return False
+                return bool(self.form.of(statement) == torchs)
         match test:
             case ast.Compare(left=left, ops=[ast.Eq()], comparators=[ast.Constant(value=rank)]):
                 is_rank = type(rank) is int and rank == self.rank() and self.is_rank(left)
