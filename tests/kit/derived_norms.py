@@ -103,7 +103,7 @@ ATTACKS = {
     "effect": (spelled_out(end="self.calls = 1\nreturn self.act(x)"), STEPS + "self.calls = 1"),
     "no check": (spelled_out("pass"), CHECKED),
     "check of another rank": (spelled_out("assert x.ndim == 3"), CHECKED),
-    "check of another tensor": (spelled_out("assert self.weight.ndim == 4"), CHECKED),
+    "check of another tensor": (spelled_out("assert self.ndim == 4"), CHECKED),
     "effect of a check": (spelled_out("torch._assert(x.ndim == 4, f'{x.zero_()}')"), CHECKED),
     "activation first": (changed(NORM, "x = self.act(x)\n        " + NORM), STEPS + "x"),
     "call of the argument": (changed(NORM, "z = F.batch_norm(x, "), STEPS + "x"),

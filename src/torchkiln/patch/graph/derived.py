@@ -67,8 +67,6 @@ class Proof:
     """The names of the submodules; a text is the reason why the forward is not proven."""
     forward: object
     code: object
-    cells: tuple[object, ...]
-    """The values of the variables of an enclosing scope, such as the class for ``super()``."""
     bases: tuple[type, ...]
     attributes: tuple[tuple[type, frozenset[str]], ...]
     """The attributes of each class between this one and torch's."""
@@ -81,7 +79,6 @@ class Proof:
             return False
         return (
             cls.__mro__ is self.bases
-            and (not self.cells or cells_of(forward) == self.cells)
             and all(vars(one).keys() == names for one, names in self.attributes)
             and all(resolved(forward, chain) is value for chain, value in self.globals)
         )
@@ -143,12 +140,7 @@ def prove(cls: Any) -> Proof:
     except NoFormulaError as error:
         calls = str(error)
     code, values = getattr(forward, "__code__", None), tuple(read.values.items())
-    return Proof(calls, forward, code, cells_of(forward), cls.__mro__, attributes, values)
-
-
-def cells_of(function: Any) -> tuple[object, ...]:
-    """The values of the variables that a function has from an enclosing scope."""
-    return tuple(map(contents, getattr(function, "__closure__", None) or ()))
+    return Proof(calls, forward, code, cls.__mro__, attributes, values)
 
 
 def check_classes(cls: type, base: Any, between: Sequence[type]) -> None:
