@@ -413,3 +413,26 @@ def test_what_the_caller_leaves_alone() -> None:
     assert [type(m) for m in model.modules()] == [type(m) for m in reference.modules()]
     assert torch.equal(model.eval()(x), reference.eval()(x))
     assert "to replace (dry run)" in str(report)
+
+
+class Moved(nn.Module):
+    """A convolution whose input is changed in place before the batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2
+        y = self.conv(x)
+        x += 1
+        return self.norm(y) * x
+
+
+def test_a_convolution_is_not_moved_behind_a_change_of_its_input() -> None:
+    model = Moved().double()
+    x = example()
+    expected = copy.deepcopy(model)(x)
+    report = torchkiln.fuse(model)
+    assert report["norm"].reason == "a call before it may change its input"
+    torch.testing.assert_close(model(x), expected)

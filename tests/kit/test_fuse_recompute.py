@@ -72,8 +72,8 @@ def test_results_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[StorageWeakRef] = []
     compute = recompute.recomputed
 
-    def watched(*args: Any) -> Input:
-        found = compute(*args)
+    def watched(*args: Any, **options: Any) -> Input:
+        found = compute(*args, **options)
         made.append(StorageWeakRef(recompute.tensor_of(found).untyped_storage()))
         return found
 

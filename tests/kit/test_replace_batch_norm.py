@@ -91,3 +91,13 @@ def test_fused_modules_are_left_alone() -> None:
     torchkiln.fuse(model)
     for again in (torchkiln.fuse(model), torchkiln.replace(model, only=["batch_norm"])):
         assert again["stem.1"].reason == "its module was replaced before"
+
+
+def test_a_fused_activation_is_not_replaced_as_well() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU())
+    report = torchkiln.replace(model, only=("batch_norm", "activation"))
+    assert report["1"].now == "conv_bn_act(gelu)"
+    assert report["2"].reason == "its formula is part of that of its parent"
+    with torch.profiler.profile(acc_events=True) as profile:
+        model(torch.randn(2, 3, 5, 5))
+    assert "aten::batch_norm" not in {event.name for event in profile.events()}

@@ -99,7 +99,7 @@ def sync_batch_norm_act(
 
 def is_synchronized(module: nn.modules.batchnorm._BatchNorm) -> bool:
     """Whether a call exchanges statistics with other processes, as a ``SyncBatchNorm`` does."""
-    if not module.training:
+    if not module.training or not isinstance(module, (nn.SyncBatchNorm, SyncBatchNormAct)):
         return False
     group: Any = attribute(module, "process_group", MISSING)
     if group is MISSING or not dist.is_available() or not dist.is_initialized():

@@ -40,9 +40,14 @@ def is_batch_norm(module: nn.Module | None) -> bool:
     return type(module) in BATCH_NORMS
 
 
-def runs_batch_norm(module: nn.Module) -> bool:
-    """Whether a call of the module runs a batch norm and nothing else."""
-    return is_batch_norm(module) and is_torchs(module, BATCH_NORMS)
+def runs_batch_norm(module: nn.Module, *, inside: bool = False) -> bool:
+    """Whether a call of the module runs a batch norm and nothing else.
+
+    ``inside`` is whether the caller has a proof that the forward of a derived class runs torch's
+    batch norm, and calls submodules after it. Then only the batch norm is asked for, and the caller
+    has checked that the module has no hooks.
+    """
+    return inside or (is_batch_norm(module) and is_torchs(module, BATCH_NORMS))
 
 
 def norm_act(
@@ -53,17 +58,18 @@ def norm_act(
     moments: Tensor | None = None,
     *,
     in_place: bool = False,
+    inside: bool = False,
 ) -> Tensor:
     """``act(norm(x) + residual)``, in one op if it supports the norm and the residual.
 
     ``moments`` are the moments of ``x``, if :func:`convolved` computed them. With ``in_place`` the
     residual is added in place. So the sum keeps the dtype of the norm's result, even where autocast
-    gives the residual another dtype.
+    gives the residual another dtype. ``inside`` as for :func:`runs_batch_norm`.
     """
     fits = residual is None or (residual.shape == x.shape and residual.dtype == x.dtype)
-    if runs_batch_norm(norm) and fits:
+    if runs_batch_norm(norm, inside=inside) and fits:
         return sync_batch_norm_act(norm, x, residual, act, moments)
-    y: Tensor = norm(x)
+    y: Tensor = sync_batch_norm_act(norm, x, None, "none", moments) if inside else norm(x)
     if residual is not None:
         y = y.add_(residual) if in_place else y + residual
     return y if act == "none" else ACTIVATIONS[act](y)
@@ -77,18 +83,19 @@ def conv_norm_act(
     act: Activation,
     *,
     in_place: bool = False,
+    inside: bool = False,
 ) -> Tensor:
     """``act(norm(conv(x)) + residual)``.
 
     In eval mode the batch norm is folded into the weight of the convolution, unless
     :func:`run_folded` returns None. A fold is valid as long as the parameters keep their versions.
-    A compiled graph cannot check versions, so it contains the batch norm. ``in_place`` as for
-    :func:`norm_act`.
+    A compiled graph cannot check versions, so it contains the batch norm. ``in_place`` and
+    ``inside`` as for :func:`norm_act`.
     """
-    parts = None if norm.training or is_compiling() else parts_of(conv, norm, x)
+    parts = None if norm.training or is_compiling() else parts_of(conv, norm, x, inside=inside)
     if parts is None:
-        y, moments = convolved(conv, norm, x)
-        return norm_act(norm, y, residual, act, moments, in_place=in_place)
+        y, moments = convolved(conv, norm, x, inside=inside)
+        return norm_act(norm, y, residual, act, moments, in_place=in_place, inside=inside)
     assert isinstance(conv, _ConvNd)
     padded, padding = x, conv.padding
     if conv.padding_mode != "zeros":
@@ -101,23 +108,30 @@ def conv_norm_act(
     y = CALLS[x.dim()](padded, parts.weight, parts.bias, *geometry)
     if residual is None or (residual.shape == y.shape and residual.dtype == y.dtype):
         return bn_act(y, *parts[2:], residual, act=act, eps=norm.eps)
-    return norm_act(norm, y, residual, act, in_place=in_place)
+    return norm_act(norm, y, residual, act, in_place=in_place, inside=inside)
 
 
-def parts_of(conv: nn.Module, norm: _BatchNorm, x: Tensor) -> Parts | None:
+def parts_of(conv: nn.Module, norm: _BatchNorm, x: Tensor, *, inside: bool = False) -> Parts | None:
     """The tensors of a convolution and a batch norm in eval mode.
 
     None if their calls run anything else, or do not take ``x``.
     """
-    if not is_torchs(conv, CONVOLUTIONS) or not runs_batch_norm(norm):
+    if not is_torchs(conv, CONVOLUTIONS) or not runs_batch_norm(norm, inside=inside):
         return None
     # Read from the dicts of the modules: nn.Module takes 1 us to look up an attribute.
     given, own, buffers = conv._parameters, norm._parameters, norm._buffers
-    weight, mean, var = given.get("weight"), buffers["running_mean"], buffers["running_var"]
+    weight, mean, var = (
+        given.get("weight"),
+        buffers.get("running_mean"),
+        buffers.get("running_var"),
+    )
     if weight is None or mean is None or var is None or not (has_own(given) and has_own(own)):
         return None
     cls, dims = type(norm), x.dim()
-    if dims != weight.dim() or (cls is not NORM_OF[dims] and cls not in SYNC_NORMS):
+    if dims != weight.dim():
+        return None
+    is_of_rank = issubclass(cls, NORM_OF[dims]) if inside else cls is NORM_OF[dims]
+    if not is_of_rank and cls not in SYNC_NORMS:
         return None
     return Parts(weight, given["bias"], own["weight"], own["bias"], mean, var)
 
@@ -127,7 +141,9 @@ def has_own(parameters: Mapping[str, Tensor | None]) -> bool:
     return "weight" in parameters and "bias" in parameters
 
 
-def convolved(conv: nn.Module, norm: _BatchNorm, x: Tensor) -> tuple[Tensor, Tensor | None]:
+def convolved(
+    conv: nn.Module, norm: _BatchNorm, x: Tensor, *, inside: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """``conv(x)``, and the moments of this result if one kernel computes both for training."""
     if is_compiling():
         return conv(x), None
@@ -142,7 +158,7 @@ def convolved(conv: nn.Module, norm: _BatchNorm, x: Tensor) -> tuple[Tensor, Ten
     if not (x.is_cuda and x.dtype in HALF and norm.training):
         return conv._conv_forward(x, weight, bias), None  # a call of the module takes 2 us more
     known = None
-    if runs_batch_norm(norm):
+    if runs_batch_norm(norm, inside=inside):
         geometry = Geometry(conv.stride, conv.padding, conv.dilation, conv.groups)
         known = conv_with_moments(x, weight, bias, geometry)
     return (conv._conv_forward(x, weight, bias), None) if known is None else known

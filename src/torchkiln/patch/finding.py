@@ -12,6 +12,7 @@ from torch import nn
 from torchkiln.patch.graph import batch_norm
 from torchkiln.patch.plan import Candidate, Match, Plan, made_class
 from torchkiln.patch.probe import first_dtype
+from torchkiln.patch.registry import Registry
 from torchkiln.patch.report import Replacement
 from torchkiln.patch.search import Search, replaced_before
 from torchkiln.patch.source.heads import Head as OfHead
@@ -35,13 +36,25 @@ def with_rows(
         yield Candidate(tuple(r for r in rows if r.changed and r.name in own), module, plan)
 
 
+def fused_parts(fused: Iterable[tuple[nn.Module, batch_norm.FusedForward]]) -> set[nn.Module]:
+    """The modules that calls of fused batch norms contain, such as activations."""
+    return {module.get_submodule(name) for module, plan in fused for name, _ in plan.reads.parts}
+
+
 def matched(
-    model: nn.Module, search: Search, rows: list[Replacement], skip: Skip, kinds: tuple[str, ...]
+    model: nn.Module,
+    search: Search,
+    rows: list[Replacement],
+    skip: Skip,
+    kinds: tuple[str, ...],
+    parts: set[nn.Module],
 ) -> list[tuple[Replacement, nn.Module, Match]]:
-    """The modules that compute the formula of an op. Adds rows for modules without one."""
+    """The modules that compute the formula of an op, except ``parts`` of other formulas.
+
+    Adds rows for modules without one.
+    """
     matches: list[tuple[Replacement, nn.Module, Match]] = []
     default = first_dtype(model.parameters()) or torch.float32
-    parts: set[nn.Module] = set()
     known = {row.name for row in rows}
     for name, module in model.named_modules():
         row = Replacement(name, type(module).__name__)
@@ -63,8 +76,12 @@ def matched(
     return matches
 
 
-def why_torchs_batch_norm(skip: Skip, name: str, module: nn.Module, *, asked: bool) -> str:
-    """The reason to leave a batch norm unchanged, or ""."""
+def why_torchs_batch_norm(
+    skip: Skip, registry: Registry, name: str, module: nn.Module, *, asked: bool
+) -> str | None:
+    """The reason to leave a batch norm unchanged, or ""; None if its class has another forward."""
+    if type(module) in registry.entries:
+        return None
     if is_skipped(name, module, skip):
         return "skip"
     tensors = [*module.parameters(), *module.buffers()]

@@ -30,6 +30,10 @@ def fuse(
     and memory formats stay; copies, pickles and ``torch.compile`` work. ``report.undo()`` restores
     all modules.
 
+    A batch norm may be of a class derived from ``BatchNorm1d``, ``2d`` or ``3d`` whose forward runs
+    torch's batch norm and then calls submodules, such as ``BatchNormAct2d`` of timm. This is proven
+    from the code of the class, and a later change of the class is noticed.
+
     A trace contains the branches that the forward takes now. A module whose forward depends on
     ``training`` or on values, or has optional arguments, is left alone; the report has the reason.
     A batch norm or a convolution with hooks is not fused, and runs the hooks.

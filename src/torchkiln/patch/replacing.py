@@ -17,6 +17,7 @@ from torchkiln.patch.finding import (
     Skip,
     found_heads,
     free_modules,
+    fused_parts,
     is_skipped,
     made,
     matched,
@@ -190,10 +191,12 @@ class Replace:
         fused: list[tuple[nn.Module, batch_norm.FusedForward]] = []
         with usual_modes():
             if "batch_norm" in kinds and not exact:
-                refusal = functools.partial(why_torchs_batch_norm, skip, asked=only is not None)
+                refusal = functools.partial(
+                    why_torchs_batch_norm, skip, self.registry, asked=only is not None
+                )
                 rows, fused = batch_norm.find_all(model, refusal, recompute=recompute)
             search = Search(self.registry, exact=exact, light=recompute)
-            matches = matched(model, search, rows, skip, kinds)
+            matches = matched(model, search, rows, skip, kinds, fused_parts(fused))
             quantized: list[fp8.Found] = []
             if precision is not None:
                 quantized = list(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchkiln.ops.activation import ACTIVATIONS
 from torchkiln.patch.formula.layout import Value
 from torchkiln.patch.formula.proven import ProvenPlan
+from torchkiln.patch.formula.reads import MACHINERY, is_plain
 from torchkiln.patch.formula.terms import NoFormulaError
 from torchkiln.patch.formula.trace import WIDTHS, Proof, Situation, Trace, Tracer, recorded
 from torchkiln.patch.plan import Match
@@ -88,6 +89,32 @@ def computed(module: nn.Module, *, overwrites: bool = False) -> Computed | str:
         if proof is not None:
             return Computed(name, proof, trace)
     return trace.reason
+
+
+def computed_in_place(module: nn.Module) -> Computed | str:
+    """:func:`computed` of a leaf that may change its argument.
+
+    It is found once for all modules of a class of torch with equal attributes.
+    """
+    cls: Any = type(module)
+    own = [(name, value) for name, value in vars(module).items() if name not in MACHINERY]
+    is_torchs = cls.__module__.startswith("torch.nn.modules") and is_plain(tuple(own))
+    if not is_torchs or any(vars(module)[name] for name in ("_parameters", "_buffers", "_modules")):
+        return computed(module, overwrites=True)
+    return of_torchs(cls, cls.forward, tuple((name, type(value), value) for name, value in own))
+
+
+@lru_cache(maxsize=256)
+def of_torchs(
+    cls: type[nn.Module],
+    _: object,  # the forward of the class, which may be replaced
+    values: tuple[tuple[str, type, Any], ...],
+) -> Computed | str:
+    """The activation that a module of torch with these attributes computes."""
+    module = object.__new__(cls)
+    nn.Module.__init__(module)
+    vars(module).update({name: value for name, _, value in values})
+    return computed(module, overwrites=True)
 
 
 def find(module: nn.Module, dtype: torch.dtype) -> Match | str | None:

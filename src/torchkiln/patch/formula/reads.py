@@ -46,9 +46,7 @@ class Reads:
     def hold(self, module: Any) -> bool:
         """Whether a module still has these values and classes, and its parts have no hooks."""
         for name, cls in self.parts:
-            part = module._modules.get(name)
-            if part is None:
-                part = found(module, tuple(name.split(".")))
+            part = part_at(module, name)
             if type(part) is not cls or "forward" in part.__dict__ or has_hooks(part):
                 return False
         for path, value in self.values:
@@ -89,6 +87,20 @@ class Reads:
         """The conditions, except that one attribute may be any float of :class:`AnyNumber`."""
         values = tuple((p, AnyNumber if p == (name,) else value) for p, value in self.values)
         return Reads(values, self.parts)
+
+
+def part_at(module: Any, name: str) -> Any:
+    """The submodule at a path, read from the dicts of the modules as far as they have it."""
+    part = module._modules.get(name)
+    if part is not None:
+        return part
+    names = name.split(".")
+    part = module
+    for one in names:
+        part = part._modules.get(one)
+        if part is None:
+            return found(module, tuple(names))
+    return part
 
 
 def found(owner: Any, path: Path) -> Any:

@@ -20,7 +20,8 @@ from torchkiln.patch.formula.reads import Reader, Reads, reading
 from torchkiln.patch.formula.terms import NoFormulaError
 from torchkiln.patch.formula.watch import Watch
 from torchkiln.patch.graph.branches import separate
-from torchkiln.patch.graph.chain import CallTracer, Chain, chain_of, norms, rewrite
+from torchkiln.patch.graph.chain import CallTracer, Chain, chain_in, norms, rewrite
+from torchkiln.patch.graph.derived import Derived, is_derived, still_calls
 from torchkiln.patch.graph.pool import conv_norm_act_pool, norm_act_pool
 from torchkiln.patch.graph.recompute import (
     light_conv_norm_act,
@@ -72,6 +73,8 @@ class FusedForward(Plan):
     """The attributes that the forward read, and the modules whose formula a call contains."""
     children: tuple[str, ...] = ()
     """The names of the submodules, which a container calls in turn."""
+    derived: tuple[Derived, ...] = ()
+    """The classes of batch norms that are derived from torch's."""
     function: Callable[..., Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -102,10 +105,11 @@ class FusedForward(Plan):
         return "its forward, with conv_bn_act and bn_act"
 
     def fits(self, module: Any, *args: Any) -> bool:
-        """Whether the arguments are tensors, and the read attributes and children are unchanged."""
+        """Whether the arguments are tensors, and attributes, children and classes are unchanged."""
         is_traced = len(args) == self.count and all(isinstance(x, Tensor) for x in args)
-        has_children = tuple(module._modules) == self.children
-        return is_traced and has_children and self.reads.hold(module)
+        if not is_traced or tuple(module._modules) != self.children:
+            return False
+        return self.reads.hold(module) and all(still_calls(*pair) for pair in self.derived)
 
     def forward(self, module: Any, *args: Any, **_: Any) -> Any:
         """The result of the generated function."""
@@ -208,7 +212,7 @@ def find(
         called = rows.get(str(norm.target))
         if called is None:
             continue
-        chain = chain_of(module, norm)
+        chain = chain_in(module, graph, norm)
         if isinstance(chain, str):
             called.reason = chain
             continue
@@ -232,28 +236,33 @@ def find(
             row.now, row.outcome, row.reason = "", "kept", "its forward calls a local function"
         return None
     found = tuple(place for place in places if place)
-    return FusedForward(code.src, found, count, reads, tuple(module._modules))
+    derived = dict.fromkeys(chain.derived for chain, _ in fused.values() if chain.derived)
+    children = tuple(module._modules)
+    return FusedForward(code.src, found, count, reads, children, tuple(derived))
 
 
 def find_all(
-    model: nn.Module, refusal: Callable[[str, nn.Module], str], *, recompute: bool = False
+    model: nn.Module, refusal: Callable[[str, nn.Module], str | None], *, recompute: bool = False
 ) -> tuple[list[Replacement], list[tuple[nn.Module, FusedForward]]]:
     """A row for each batch norm, and the plans of the modules that call them.
 
-    ``refusal`` returns the reason to leave the batch norm of this name unchanged, or "".
+    ``refusal`` returns the reason to leave the batch norm of this name unchanged, or "". None if it
+    gets no row, because another kind may replace it.
     """
     all_rows: list[Replacement] = []
     plans: list[tuple[nn.Module, FusedForward]] = []
     for prefix, module in model.named_modules():
         rows: dict[str, Replacement] = {}
         for name, child in module.named_children():
-            if not is_batch_norm(child) or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            is_norm = is_batch_norm(child) or is_derived(child)
+            if not is_norm or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
                 continue
-            row = Replacement(
-                f"{prefix}.{name}" if prefix else name, type(child).__name__, "batch_norm"
-            )
+            path = f"{prefix}.{name}" if prefix else name
+            reason = refusal(path, child)
+            if reason is None:
+                continue
+            row = Replacement(path, type(child).__name__, "batch_norm", reason=reason)
             all_rows.append(row)
-            row.reason = refusal(row.name, child)
             if not row.reason and isinstance(plan_of(module), FusedForward):
                 row.reason = "its module was replaced before"
             if not row.reason:

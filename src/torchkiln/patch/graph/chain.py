@@ -13,8 +13,9 @@ from torch import Tensor, fx, nn
 
 from torchkiln.nn.convolution import CONVOLUTIONS, is_batch_norm
 from torchkiln.nn.plain import has_hooks, is_torchs
-from torchkiln.patch.formula.activation import computed
+from torchkiln.patch.formula.activation import computed, computed_in_place
 from torchkiln.patch.formula.reads import Reads
+from torchkiln.patch.graph.derived import Derived, inside, is_derived
 from torchkiln.patch.graph.pool import is_max_pool
 
 SUMS = (operator.add, operator.iadd, torch.add, "add", "add_")
@@ -75,6 +76,8 @@ class Chain:
     """The max pool after the activation, if it becomes part of the call."""
     in_place: bool = False
     """Whether the sum has the memory and the dtype of the norm's result."""
+    derived: Derived | None = None
+    """The class of the batch norm, if it is derived from torch's."""
     reads: Reads = Reads()  # noqa: RUF009  immutable
     """Conditions on the modules whose formula is part of the call."""
 
@@ -97,7 +100,7 @@ def activation_of(root: nn.Module, node: fx.Node) -> tuple[str, Reads] | None:
     if module is not None:
         if has_hooks(module) or "forward" in vars(module):
             return None
-        found = computed(module, overwrites=True)
+        found = computed_in_place(module)
         if isinstance(found, str):
             return None
         name = str(node.target)
@@ -138,8 +141,52 @@ def is_sum(node: fx.Node) -> bool:
 def norms(root: nn.Module, graph: fx.Graph) -> Iterator[fx.Node]:
     """The calls of batch norms."""
     for node in graph.nodes:
-        if is_batch_norm(called_module(root, node)):
+        module = called_module(root, node)
+        if is_batch_norm(module) or is_derived(module):
             yield node
+
+
+def chain_in(root: nn.Module, graph: fx.Graph, norm: fx.Node) -> Chain | str:
+    """The chain of a batch norm of torch, or of a class derived from it, or why there is none."""
+    name = str(norm.target)
+    module = root.get_submodule(name)
+    if not is_derived(module):
+        return chain_of(root, norm)
+    calls = inside(module)
+    if isinstance(calls, str):
+        return calls
+    fold = unfold(graph, norm, calls)
+    chain = chain_of(root, norm)
+    if isinstance(chain, str):
+        fold()
+        return chain
+    own = Reads(parts=((name, type(module)),))
+    return replace(chain, derived=(type(module), calls), reads=chain.reads + own)
+
+
+def unfold(graph: fx.Graph, norm: fx.Node, names: tuple[str, ...]) -> Callable[[], None]:
+    """Make the calls of submodules in the forward of a batch norm nodes behind its node.
+
+    The node then stands for the batch norm alone. Returns the undo.
+    """
+    last = norm
+    users = list(norm.users)
+    for name in names:
+        with graph.inserting_after(last):
+            last = graph.call_module(f"{norm.target}.{name}", (last,))
+    for user in users:
+        user.replace_input_with(norm, last)
+
+    def undo() -> None:
+        node = last
+        node.replace_all_uses_with(norm)
+        while node is not norm:
+            before = node.args[0]
+            assert isinstance(before, fx.Node)
+            graph.erase_node(node)
+            node = before
+
+    return undo
 
 
 def chain_of(root: nn.Module, norm: fx.Node) -> Chain | str:
@@ -150,7 +197,10 @@ def chain_of(root: nn.Module, norm: fx.Node) -> Chain | str:
     x = norm.args[0]
     conv = x if isinstance(x, fx.Node) and is_convolution(root, x) else None
     if isinstance(found, str):
-        return found if conv is None else Chain(norm, (), norm, None, "none", conv)
+        if conv is None:
+            return found
+        chain = replace(without_activation(root, norm), conv=conv)
+        return chain if can_move(root, chain) else "a call before it may change its input"
     pool = pool_behind(root, found)
     for first, last in ((conv, pool), (conv, None), (None, pool), (None, None)):
         chain = replace(found, conv=first, pool=last)
@@ -239,12 +289,27 @@ def chain_behind(root: nn.Module, norm: fx.Node) -> Chain | str:
             in_place = user.target in IN_PLACE
             if in_place and user.args[0] is residual:
                 return "its residual is changed in place"
-        elif type(module) is not nn.Identity or has_hooks(module):
+        elif not is_identity(module):
             return "no activation follows"
         else:
             reads += Reads(parts=((str(user.target), nn.Identity),))
         between.append(user)
         node = user
+
+
+def is_identity(module: nn.Module | None) -> bool:
+    """Whether a call of a module returns its argument and does nothing else."""
+    return module is not None and is_torchs(module, (nn.Identity,))
+
+
+def without_activation(root: nn.Module, norm: fx.Node) -> Chain:
+    """The chain of a batch norm and the identities behind it."""
+    node, between, reads = norm, [], Reads()
+    while len(node.users) == 1 and is_identity(called_module(root, user := next(iter(node.users)))):
+        between.append(user)
+        reads += Reads(parts=((str(user.target), nn.Identity),))
+        node = user
+    return Chain(norm, tuple(between), node, None, "none", reads=reads)
 
 
 def module_of(graph: fx.Graph, path: str) -> fx.Node:
@@ -265,7 +330,8 @@ def rewrite(graph: fx.Graph, chain: Chain, function: Callable[..., Any]) -> fx.N
         modules = [module_of(graph, str(node.target)) for node in called]
         residual = [chain.residual] if chain.pool is None else []
         args = (*modules, called[0].args[0], *residual, chain.act)
-        options: dict[str, Any] = {"in_place": True} if chain.in_place else {}
+        flags = {"in_place": chain.in_place, "inside": chain.derived is not None}
+        options: dict[str, Any] = {name: True for name, is_set in flags.items() if is_set}
         fused = graph.call_function(function, args, options)
     chain.last.replace_all_uses_with(fused)
     replaced = (chain.last, chain.end, *reversed(chain.between), chain.norm, chain.conv)

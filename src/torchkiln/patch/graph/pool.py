@@ -15,25 +15,37 @@ from torchkiln.typing import Activation
 
 
 def norm_act_pool(
-    norm: _BatchNorm, pool: nn.Module, x: Tensor, act: Activation, moments: Tensor | None = None
+    norm: _BatchNorm,
+    pool: nn.Module,
+    x: Tensor,
+    act: Activation,
+    moments: Tensor | None = None,
+    *,
+    inside: bool = False,
 ) -> Tensor:
-    """``pool(act(norm(x)))``; ``moments`` are the moments of ``x`` if computed before."""
+    """``pool(act(norm(x)))``; ``moments`` and ``inside`` as for :func:`norm_act`."""
     windows = windows_of(pool) if norm.training and moments is None else None
-    is_own = runs_batch_norm(norm) and not is_synchronized(norm)
+    is_own = runs_batch_norm(norm, inside=inside) and not is_synchronized(norm)
     if windows is not None and is_own and takes_pool(x, windows):
         return batch_norm_act(norm, x, None, act, functools.partial(bn_act_pool, windows))
-    y: Tensor = pool(norm_act(norm, x, None, act, moments))
+    y: Tensor = pool(norm_act(norm, x, None, act, moments, inside=inside))
     return y
 
 
 def conv_norm_act_pool(
-    conv: nn.Module, norm: _BatchNorm, pool: nn.Module, x: Tensor, act: Activation
+    conv: nn.Module,
+    norm: _BatchNorm,
+    pool: nn.Module,
+    x: Tensor,
+    act: Activation,
+    *,
+    inside: bool = False,
 ) -> Tensor:
-    """``pool(act(norm(conv(x))))``."""
+    """``pool(act(norm(conv(x))))``; ``inside`` as for :func:`norm_act`."""
     if norm.training:
-        y, moments = convolved(conv, norm, x)
-        return norm_act_pool(norm, pool, y, act, moments)
-    z: Tensor = pool(conv_norm_act(conv, norm, x, None, act))
+        y, moments = convolved(conv, norm, x, inside=inside)
+        return norm_act_pool(norm, pool, y, act, moments, inside=inside)
+    z: Tensor = pool(conv_norm_act(conv, norm, x, None, act, inside=inside))
     return z
 
 

@@ -55,20 +55,22 @@ def tensor_of(x: Input) -> Tensor:
     return x.y if isinstance(x, Recomputed) else x
 
 
-def can_recompute(norm: _BatchNorm, x: Tensor) -> bool:
+def can_recompute(norm: _BatchNorm, x: Tensor, *, inside: bool) -> bool:
     """Whether backward may compute the result of a batch norm of ``x`` again."""
     if is_compiling() or not torch.is_grad_enabled() or is_transformed() or type(x) not in PLAIN:
         return False
-    is_own = runs_batch_norm(norm) and not is_synchronized(norm)
+    is_own = runs_batch_norm(norm, inside=inside) and not is_synchronized(norm)
     return norm.training and is_own and not has_other_hooks()
 
 
-def light_convolved(conv: nn.Module, norm: _BatchNorm, x: Input) -> tuple[Tensor, Tensor | None]:
+def light_convolved(
+    conv: nn.Module, norm: _BatchNorm, x: Input, *, inside: bool
+) -> tuple[Tensor, Tensor | None]:
     """:func:`convolved` of an input that the convolution need not save."""
     if not isinstance(x, Recomputed):
-        return convolved(conv, norm, x)
+        return convolved(conv, norm, x, inside=inside)
     with x.hooks():
-        return convolved(conv, norm, x.y)
+        return convolved(conv, norm, x.y, inside=inside)
 
 
 def light_conv_norm_act(
@@ -80,18 +82,20 @@ def light_conv_norm_act(
     keeps: bool,
     *,
     in_place: bool = False,
+    inside: bool = False,
 ) -> Input:
     """``act(norm(conv(x)) + residual)``.
 
     ``keeps`` is whether anything but the next call of this function may read the result;
-    ``in_place`` is as for :func:`norm_act`.
+    ``in_place`` and ``inside`` are as for :func:`norm_act`.
     """
     if not norm.training:
-        return conv_norm_act(conv, norm, tensor_of(x), residual, act, in_place=in_place)
-    y, moments = light_convolved(conv, norm, x)
-    if keeps or residual is not None or not can_recompute(norm, y):
-        return norm_act(norm, y, residual, act, moments, in_place=in_place)
-    return recomputed(norm, y, moments, act)
+        x = tensor_of(x)
+        return conv_norm_act(conv, norm, x, residual, act, in_place=in_place, inside=inside)
+    y, moments = light_convolved(conv, norm, x, inside=inside)
+    if keeps or residual is not None or not can_recompute(norm, y, inside=inside):
+        return norm_act(norm, y, residual, act, moments, in_place=in_place, inside=inside)
+    return recomputed(norm, y, moments, act, inside=inside)
 
 
 def light_norm_act(
@@ -102,28 +106,37 @@ def light_norm_act(
     keeps: bool,
     *,
     in_place: bool = False,
+    inside: bool = False,
 ) -> Input:
     """``act(norm(x) + residual)``; arguments as for :func:`light_conv_norm_act`."""
-    if keeps or residual is not None or not can_recompute(norm, x):
-        return norm_act(norm, x, residual, act, in_place=in_place)
-    return recomputed(norm, x, None, act)
+    if keeps or residual is not None or not can_recompute(norm, x, inside=inside):
+        return norm_act(norm, x, residual, act, in_place=in_place, inside=inside)
+    return recomputed(norm, x, None, act, inside=inside)
 
 
 def light_conv_norm_act_pool(
-    conv: nn.Module, norm: _BatchNorm, pool: nn.Module, x: Input, act: Activation
+    conv: nn.Module,
+    norm: _BatchNorm,
+    pool: nn.Module,
+    x: Input,
+    act: Activation,
+    *,
+    inside: bool = False,
 ) -> Tensor:
-    """``pool(act(norm(conv(x))))``."""
+    """``pool(act(norm(conv(x))))``; ``inside`` as for :func:`norm_act`."""
     if not norm.training:
-        return conv_norm_act_pool(conv, norm, pool, tensor_of(x), act)
-    y, moments = light_convolved(conv, norm, x)
-    return norm_act_pool(norm, pool, y, act, moments)
+        return conv_norm_act_pool(conv, norm, pool, tensor_of(x), act, inside=inside)
+    y, moments = light_convolved(conv, norm, x, inside=inside)
+    return norm_act_pool(norm, pool, y, act, moments, inside=inside)
 
 
-def recomputed(norm: _BatchNorm, x: Tensor, moments: Tensor | None, act: Activation) -> Input:
+def recomputed(
+    norm: _BatchNorm, x: Tensor, moments: Tensor | None, act: Activation, *, inside: bool
+) -> Input:
     """``act(norm(x))``; ``moments`` are the moments of ``x`` if computed before."""
     if moments is None:
         moments = torch.ops.torchkiln._sync_bn_moments.default(x.detach())
-    y = norm_act(norm, x, None, act, moments)
+    y = norm_act(norm, x, None, act, moments, inside=inside)
     affine: tuple[Tensor | None, ...] = norm.weight, norm.bias
     weight, bias = (None if p is None else saved(p) for p in affine)
     return Recomputed(y, Source(saved(x), saved(moments), weight, bias, act, norm.eps))
