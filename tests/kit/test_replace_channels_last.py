@@ -232,6 +232,15 @@ def test_options() -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "got"),
+    [({}, "without example"), ({"example": images(), "exact": True}, "with exact=True")],
+)
+def test_the_kind_alone_needs_a_trial(options: Any, got: str) -> None:
+    with pytest.raises(ValueError, match=f"only: got 'channels_last' {got}, expected an example"):
+        torchkiln.replace(Net().double(), only=ROW, **options)
+
+
+@pytest.mark.parametrize(
     ("seconds", "kept"), [([2.0, 2.1], False), ([2.0, 1.99], False), ([2.0, 1.9], True)]
 )
 def test_the_time_of_the_model_decides(

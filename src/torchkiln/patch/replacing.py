@@ -168,11 +168,8 @@ class Replace:
         require_model(model)
         kinds = checked_kinds(only)
         check_precision(precision, kinds, head, exact=exact)
-        if exact and only is not None and "batch_norm" in kinds:
-            raise ValueError(
-                f"{MAKER}: only: got 'batch_norm' with exact=True, expected other kinds: bn_act "
-                "rounds once where torch rounds between the steps; leave exact out"
-            )
+        if only is not None:
+            check_only(kinds, exact=exact, has_example=example is not None)
         if exact and head:
             raise ValueError(
                 f"{MAKER}: head: got {head!r} with exact=True, expected False: "
@@ -262,6 +259,21 @@ def checked_kinds(only: Iterable[Kind] | Kind | None) -> tuple[Kind, ...]:
                 f"torchkiln.replace: only: got {kind!r}, expected one of {', '.join(KINDS)}"
             )
     return kinds
+
+
+def check_only(kinds: tuple[Kind, ...], *, exact: bool, has_example: bool) -> None:
+    """Refuses kinds that other arguments exclude."""
+    if exact and "batch_norm" in kinds:
+        raise ValueError(
+            f"{MAKER}: only: got 'batch_norm' with exact=True, expected other kinds: bn_act "
+            "rounds once where torch rounds between the steps; leave exact out"
+        )
+    if kinds == ("channels_last",) and (exact or not has_example):
+        got = "with exact=True" if exact else "without example"
+        raise ValueError(
+            f"{MAKER}: only: got 'channels_last' {got}, expected an example and no exact: a trial "
+            "decides, and convolutions add in another order; call replace(model, example=batch)"
+        )
 
 
 def check_precision(
