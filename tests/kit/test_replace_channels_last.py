@@ -307,6 +307,11 @@ def hooked(model: Any) -> None:
     model.blocks[1].conv2.register_forward_hook(lambda _, __, y: y.view(-1).view(y.shape))
 
 
+def hooked_anew(model: Any) -> None:
+    model.mix._forward_hooks = type(model.mix._forward_hooks)()
+    model.mix.register_forward_hook(lambda _, __, y: y.view(-1).view(y.shape))
+
+
 def other_attribute(model: Any) -> None:
     model.blocks[0].rate = 0.5
 
@@ -337,7 +342,16 @@ def in_place(model: Any) -> None:
     model.stem[2].inplace = True
 
 
-CHANGES = (hooked, other_attribute, other_class, other_child, other_forward, mixed, in_place)
+CHANGES = (
+    hooked,
+    hooked_anew,
+    other_attribute,
+    other_class,
+    other_child,
+    other_forward,
+    mixed,
+    in_place,
+)
 
 
 @pytest.mark.parametrize("change", CHANGES)

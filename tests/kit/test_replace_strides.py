@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import torchkiln
 from torchkiln import nn as ours
 from torchkiln.patch import trial
+from torchkiln.patch.graph import channels_last
 from torchkiln.patch.graph.results import FACT, MODULES, NAMES
 
 
@@ -99,6 +100,14 @@ def stable(_: Any, y: Tensor) -> Any:
     return F.relu(z, inplace=True) * y.new_ones(()) + y.size(0)
 
 
+def kept(_: Any, y: Tensor) -> Any:
+    KEPT.append(1)
+    return y + 1
+
+
+KEPT: list[int] = []
+
+
 REFUSED: dict[Callable[[Any, Tensor], Any], str] = {
     lambda _, y: y.view(y.size(0), -1): "view may depend on strides",
     lambda _, y: whatever(y): "view may depend on strides",
@@ -117,6 +126,7 @@ REFUSED: dict[Callable[[Any, Tensor], Any], str] = {
     lambda _, y: y.permute(0, 2, 3, 1): "its results are no contiguous tensors",
     lambda _, y: (y + 1, "text"): "its results are no contiguous tensors",
     branch: "cannot be traced",
+    kept: "cannot be traced: it calls list.append",
     counted: "cannot be traced: it sets calls",
     tried: "cannot be traced",
     lambda _, y: y.numpy(): "numpy may depend on strides",
@@ -129,8 +139,22 @@ def test_what_may_depend_on_strides_is_refused(rest: Any) -> None:
     assert REFUSED[rest] in reason_of(Net(rest))
 
 
+def collected(_: Any, y: Tensor) -> Any:
+    found = [y]
+    for _ in range(2):
+        found.append(F.relu(torch.cat(found, 1)))
+    return torch.cat(found, 1)
+
+
+def scripted(_: Any, y: Tensor) -> Any:
+    is_seen = torch.jit.is_scripting() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    return y.view(-1) if is_seen else y + 1
+
+
 ACCEPTED: tuple[Callable[[Any, Tensor], Any], ...] = (
     stable,
+    collected,
+    scripted,
     changed_before_a_view,
     changed_view_that_is_last,
     lambda _, y: (y + 1, [y.mean((2, 3)), None]),
@@ -144,6 +168,22 @@ def test_what_does_not_is_accepted(rest: Any) -> None:
     right = net(x.clone())
     assert reason_of(net) == ""
     torch.testing.assert_close(net(x), right)
+
+
+@pytest.mark.parametrize(
+    ("rest", "reason"),
+    [
+        (lambda _, y: y.as_strided((2, 7), (7, 1)), "its results differ"),
+        (lambda _, y: y.view(y.size(0), -1), "it raised RuntimeError: view size"),
+        (lambda _, y: torch.cumsum(y, 1), ""),
+    ],
+)
+def test_results_are_compared(rest: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that is in the list by mistake has other results, or raises."""
+    monkeypatch.setattr(channels_last, "why_not_free", lambda *_: "")
+    found = reason_of(Net(rest))
+    assert found.startswith(reason)
+    assert bool(found) == bool(reason)
 
 
 class OnArgument(Net):
@@ -187,6 +227,14 @@ def with_weight_norm(net: Any) -> None:
     nn.utils.parametrizations.weight_norm(net.conv)
 
 
+class Special(nn.Parameter):
+    """A parameter of another class."""
+
+
+def with_special_weight(net: Any) -> None:
+    net.conv.weight = Special(net.conv.weight.detach())
+
+
 def with_forward(net: Any) -> None:
     net.conv.forward = net.conv.forward
 
@@ -196,6 +244,7 @@ def with_forward(net: Any) -> None:
     [
         (with_hook, "conv has hooks"),
         (with_weight_norm, "conv has parametrizations"),
+        (with_special_weight, "its parameters are tensors of another class"),
         (with_forward, "a forward is an attribute of the instance"),
     ],
 )

@@ -131,4 +131,6 @@ def is_close(one: Any, other: Any) -> bool:
         return False
     if not one.is_floating_point():
         return bool(torch.equal(one, other))
-    return relative_error(one, other.double()) <= LARGEST_DIFFERENCE
+    finite = other.isfinite()
+    is_same = torch.equal(finite, one.isfinite())
+    return is_same and relative_error(one[finite], other[finite].double()) <= LARGEST_DIFFERENCE

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.utils._pytree import tree_map_only
 
-from torchkiln.ops._folding import is_transformed
+from torchkiln.ops._folding import PLAIN, is_transformed
 from torchkiln.patch.formula.reads import Reads
 from torchkiln.patch.formula.terms import NoFormulaError
 from torchkiln.patch.graph.flat import flat_trace, is_leaf
@@ -133,6 +133,8 @@ def find(module: nn.Module, args: tuple[Any, ...]) -> ChannelsLast:
     places = tuple(at for at, x in enumerate(args) if is_image(x))
     if not places:
         raise NoFormulaError("its arguments are no contiguous images")
+    if any(type(x) not in PLAIN for x in (*module.parameters(), *module.buffers())):
+        raise NoFormulaError("its parameters are tensors of another class")
     with usual_modes():
         trace = flat_trace(module, len(args))
     for graph in trace.graphs:

@@ -16,7 +16,8 @@ from torchkiln.nn.plain import MISSING
 from torchkiln.patch.formula.reads import GLOBALS, Path, Reads, found, frozen, same
 from torchkiln.patch.graph.flat import class_of, is_leaf
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+HOOKS = (*FORWARD_HOOKS, "_backward_hooks", "_backward_pre_hooks")
 
 Children = tuple[tuple[str, tuple[str, ...]], ...]
 """The names of the children of each module that is no leaf, by the path of the module."""
@@ -80,6 +81,8 @@ def conditions_of(module: nn.Module, reads: Reads, children: Children) -> Condit
             new.parts.append(part)
             new.classes.append(type(part))
         new.hooks += [vars(part)[name] for name in HOOKS]
+        for name in FORWARD_HOOKS:  # code that removes hooks often sets another dict
+            new.add(vars(part), name, vars(part)[name])
         if not is_leaf(part):
             new.modes.append(vars(part))
         new.add(vars(part), "forward", MISSING)
