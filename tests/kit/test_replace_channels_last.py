@@ -15,9 +15,12 @@ from torch.overrides import TorchFunctionMode
 
 import torchkiln
 from torchkiln.patch import forms, trial
+from torchkiln.patch.graph.batch_norm import FusedForward
+from torchkiln.patch.graph.channels_last import ChannelsLast
 from torchkiln.patch.graph.unchanged import KEPT
 from torchkiln.patch.plan import plan_of
 from torchkiln.patch.replacing import KINDS
+from torchkiln.patch.trial import MODEL_SLOWER, SLOWER
 from torchkiln.typing import Kind
 
 ROW: Kind = "channels_last"
@@ -157,11 +160,22 @@ def saved(model: nn.Module) -> nn.Module:
     return loaded
 
 
+def chain() -> nn.Module:
+    """A model whose own forward is fused, too."""
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+
+
 @pytest.mark.parametrize("kinds", [ROW, KINDS])
+@pytest.mark.parametrize("make", [Net, chain])
 @pytest.mark.parametrize("copied", [copy.deepcopy, saved])
-def test_copies_and_pickles(kinds: Any, copied: Callable[[nn.Module], nn.Module]) -> None:
-    model = Net().double().eval()
-    torchkiln.replace(model, example=images(), only=kinds)
+def test_copies_and_pickles(kinds: Any, make: Any, copied: Callable[[Any], Any]) -> None:
+    model = make().double().eval()
+    report = torchkiln.replace(model, example=images(), only=kinds)
+    plan = plan_of(model)
+    assert isinstance(plan, ChannelsLast)
+    is_fused = make is chain and kinds is KINDS
+    assert isinstance(plan.inner, FusedForward) == is_fused
+    assert not is_fused or report["1"].now == "conv_bn_act(relu)"
     with torch.no_grad():
         right = model(images())
         again = copied(model)
@@ -169,7 +183,9 @@ def test_copies_and_pickles(kinds: Any, copied: Callable[[nn.Module], nn.Module]
         assert runs_by_channels(again, images())
         assert torch.equal(again(images()), right)
     assert plan_of(again) == plan_of(model)
-    assert list(again.state_dict()) == list(Net().state_dict())
+    assert list(again.state_dict()) == list(make().state_dict())
+    report.undo()
+    assert type(model) is type(make())
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -284,6 +300,13 @@ def test_modules_are_tried_in_both_layouts(
     assert set(changed) <= names
     assert names <= {"stem.1", *(f"blocks.{i}.norm{k}" for i in (0, 1) for k in (1, 2)), ROW}
     assert ("stem.1" in names) == ("stem.1" in changed)
+    assert all(not row.reason for row in report.changed)
+    kept = [row for row in report.rows if not row.changed and row.kind in ("batch_norm", ROW)]
+    reasons = {row.name: row.reason for row in kept}
+    assert reasons.pop(ROW, forms.NOT_FASTER) == forms.NOT_FASTER
+    if seconds[1] > seconds[0]:
+        assert reasons.pop("stem.1") == MODEL_SLOWER
+    assert set(reasons.values()) == {SLOWER}
     state = copy.deepcopy(model.state_dict())
     report.undo()
     torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
