@@ -135,6 +135,11 @@ def call_of(model: nn.Module, batch: Tensor, mode: str) -> Any:
     return step if mode == "step" else partial(model, batch)
 
 
+def is_left(row: torchkiln.patch.Replacement) -> bool:
+    """Whether a trial, or the proof of channels_last, has left a module as it was."""
+    return not row.changed and (row.seconds_now is not None or row.kind == "channels_last")
+
+
 def measured(cell: Cell, device: torch.device) -> Row:
     """Seconds of both forms, and what replace did."""
     entry, dtype, batch, mode = cell
@@ -151,7 +156,7 @@ def measured(cell: Cell, device: torch.device) -> Row:
         count = max(1, int(SHORTEST / seconds(device, calls["was"])))
         clock = partial(seconds, device, count=count)
         found = in_turns(clock, calls, SECONDS)
-    left = Counter(row.reason for row in report.rows if "slower" in row.reason)
+    left = Counter(row.reason for row in report.rows if is_left(row))
     return {
         **facts(cell),
         "was": median(found["was"]),
@@ -159,7 +164,7 @@ def measured(cell: Cell, device: torch.device) -> Row:
         "gain": median(a / b for a, b in zip(found["was"], found["now"], strict=True)),
         "rounds": len(found["now"]),
         "replaced": dict(Counter(row.now for row in report.changed)),
-        "slower": dict(left),
+        "left": dict(left),
         "replace_seconds": round(spent, 2),
     }
 
@@ -204,7 +209,7 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
     for row in sorted(timed, key=lambda row: row["gain"])[:20]:
         name = f"{row['model']}, {row['dtype']}, {row['batch']}, {row['mode']}"
         ms = f"{row['was'] * 1e3:.3g} -> {row['now'] * 1e3:.3g} ms"
-        yield f"{row['gain']:.3f}  {name}  {ms}  {row['replaced']} {row['slower']}"
+        yield f"{row['gain']:.3f}  {name}  {ms}  {row['replaced']} {row['left']}"
     for row in rows:
         if "skipped" in row:
             yield f"skipped: {row['model']}, {row['dtype']}, {row['batch']}: {row['skipped']}"

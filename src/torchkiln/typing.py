@@ -59,6 +59,7 @@ Kind: TypeAlias = Literal[
     "softmax",
     "loss",
     "batch_norm",
+    "channels_last",
     "attention",
     "registered",
 ]

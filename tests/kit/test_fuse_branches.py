@@ -177,3 +177,26 @@ def test_gradients_of_a_hook_between_blocks() -> None:
         net(x).sum().backward()
         found.append(seen)
     torch.testing.assert_close(found[0], found[1])
+
+
+class Noisy(nn.Module):
+    """A forward that makes a tensor of the sizes of its argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.relu = nn.BatchNorm2d(4), nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        sizes = [x.shape[0]] + [1] * (x.ndim - 1)
+        noise = torch.ones(sizes, dtype=x.dtype, device=x.device)
+        y: Tensor = self.relu(self.norm(x)) * noise
+        return y
+
+
+def test_sizes_are_no_tensors() -> None:
+    """torch reads the memory of a tensor among sizes, which a traced value does not have."""
+    model = Noisy().double()
+    x = torch.randn(2, 4, 3, 3, dtype=torch.float64)
+    right = copy.deepcopy(model)(x)
+    assert torchkiln.fuse(model)["norm"].changed
+    torch.testing.assert_close(model(x), right)

@@ -16,6 +16,7 @@ from torch import nn
 import torchkiln
 from torchkiln.patch.attention import Counted
 from torchkiln.patch.fp8 import LinearInFP8, PairInFP8
+from torchkiln.patch.graph.channels_last import ChannelsLast
 from torchkiln.patch.plan import SAVED, plan_of
 
 
@@ -33,8 +34,9 @@ def test_a_file_of_this_minor_version_loads() -> None:
     model, x = found["model"], example()
     assert isinstance(model, Net)
     plans = {type(plan_of(m)) for m in model.modules()} - {type(None)}
-    # Plans for transformers, and for layers on a GPU, which test_replace_fp8.py pickles.
-    others = {Counted, LinearInFP8, PairInFP8}
+    # Plans for transformers, for layers on a GPU, and for what is faster on an example, which
+    # test_replace_fp8.py and test_replace_channels_last.py pickle.
+    others = {Counted, LinearInFP8, PairInFP8, ChannelsLast}
     assert plans == set(SAVED.values()) - others
     torch.testing.assert_close(model(x), found["output"])
     plain = Net().eval()

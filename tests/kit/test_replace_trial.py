@@ -148,7 +148,7 @@ def test_no_module_changes_if_the_model_is_slower(
     register: Callable[[type[nn.Module], str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register(Slow, "nowhere")
-    monkeypatch.setattr(Trial, "seconds_of_model", lambda *_: [1.0, 2.0])
+    monkeypatch.setattr(trial, "seconds_of_model", lambda *_: [1.0, 2.0])
     net = Net(Slow())
     report = torchkiln.replace(net, example=torch.ones(3, 4))
     assert not report.changed

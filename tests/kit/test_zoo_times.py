@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
+from torchkiln.patch.forms import NOT_FASTER
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -63,6 +66,19 @@ def test_a_cell_that_fails_is_a_line(
     assert len(rows) == len(zoo.MODES)
     assert all(row["skipped"] for row in rows)
     assert list(zoo.summary(rows))[-1].startswith("skipped: timm no such model")
+
+
+def test_cells_say_what_became_of_channels_last(
+    zoo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zoo, "ZOO", (zoo.Entry("torchvision", "convolution", 8),))
+    monkeypatch.setattr(zoo.Entry, "build", lambda _: nn.Sequential(nn.Conv2d(3, 4, 3)))
+    out = tmp_path / "zoo.jsonl"
+    zoo.main(["--device", "cpu", "--commit", "abc", "--out", str(out)])
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == len(zoo.MODES)
+    for row in rows:
+        assert ("activations in channels_last" in row["replaced"]) != (NOT_FASTER in row["left"])
 
 
 def test_parts_have_all_cells(zoo: Any) -> None:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
+
+
+class Conversion(NamedTuple):
+    """Functions around a forward."""
+
+    arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+    result: Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
@@ -42,9 +50,15 @@ class Given:
 
 
 def calls_of_modules(
-    model: nn.Module, modules: Sequence[nn.Module], example: Any
+    model: nn.Module,
+    modules: Sequence[nn.Module],
+    example: Any,
+    conversions: Mapping[nn.Module, Conversion] | None = None,
 ) -> dict[nn.Module, Given]:
-    """The arguments of the first call of each module in a call of the model."""
+    """The arguments of the first call of each module in a call of the model.
+
+    ``conversions`` are functions around the forwards of some modules.
+    """
     given: dict[nn.Module, Given] = {}
 
     def keep(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -52,6 +66,12 @@ def calls_of_modules(
             given[module] = Given(args, options).leaves()
 
     hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in modules]
+    for module, convert in (conversions or {}).items():
+        before, after = partial(arguments_of, convert), partial(result_of, convert)
+        hooks += [
+            module.register_forward_pre_hook(before),
+            module.register_forward_hook(after),
+        ]
     try:
         with preserved(model):
             call = Given.of(example)
@@ -60,6 +80,16 @@ def calls_of_modules(
         for hook in hooks:
             hook.remove()
     return given
+
+
+def arguments_of(convert: Conversion, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The converted arguments, for a hook."""
+    return convert.arguments(args)
+
+
+def result_of(convert: Conversion, _: nn.Module, __: tuple[Any, ...], result: Any) -> Any:
+    """The converted result, for a hook."""
+    return convert.result(result)
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from torchkiln.patch import fp8
 from torchkiln.patch.attention import routed
-from torchkiln.patch.calls import calls_of_modules
 from torchkiln.patch.finding import (
     Skip,
     found_heads,
@@ -25,11 +24,12 @@ from torchkiln.patch.finding import (
     why_torchs_batch_norm,
     with_rows,
 )
+from torchkiln.patch.forms import tried
 from torchkiln.patch.formula import loss_function
 from torchkiln.patch.functions import replace_functions
 from torchkiln.patch.graph import batch_norm
-from torchkiln.patch.measure import measure
-from torchkiln.patch.plan import Candidate, Match, Plan, made_class
+from torchkiln.patch.graph.unchanged import KEPT
+from torchkiln.patch.plan import Plan, made_class
 from torchkiln.patch.probe import usual_modes
 from torchkiln.patch.registry import Registry
 from torchkiln.patch.report import Replacement, Report
@@ -119,6 +119,7 @@ class Replace:
         - with ``head``, a linear layer that makes the logits of tokens, together with their loss;
         - losses, as modules and as calls in a forward;
         - batch norms with convolution, residual sum and activation, as by :func:`torchkiln.fuse`;
+        - with ``example``, the strides of images in the convolutions of a model;
         - attention of transformers' models, so that causal calls stay causal when compiled;
         - classes given to ``replace.register``;
         - with ``precision="fp8"``, linear layers whose sizes are large.
@@ -137,9 +138,10 @@ class Replace:
             model: any module; it may be on the meta device. Or a Python module, with ``only``,
                 ``skip`` and ``dry_run``.
             only: kinds to replace, of ``norm``, ``residual``, ``activation``, ``glu``, ``linear``,
-                ``mlp``, ``rope``, ``softmax``, ``loss``, ``batch_norm``, ``attention`` and
-                ``registered``; all by default, but batch norms on a CPU. A residual sum is
-                replaced if the norm after it is.
+                ``mlp``, ``rope``, ``softmax``, ``loss``, ``batch_norm``, ``channels_last``,
+                ``attention`` and ``registered``; all by default, but batch norms on a CPU. A
+                residual sum is replaced if the norm after it is. ``channels_last`` has an effect
+                with ``example`` only, and not with ``exact``.
             skip: patterns of names to leave alone, or a function of name and module, in this
                 order.
             exact: whether to replace only forwards that are bitwise equal in the module's dtype.
@@ -162,7 +164,8 @@ class Replace:
                 arguments. The report has errors on the inputs that the modules get, and the times
                 of both forwards of each module, with backward if the model is in training mode and
                 gradients are on. Slower modules stay as they are, and so do all if the model is
-                not faster. Buffers and random states are restored.
+                not faster. Buffers and random states are restored. A model with convolutions of
+                images is also timed with its activations in ``channels_last``.
         """
         if isinstance(model, ModuleType):
             given = {
@@ -176,11 +179,8 @@ class Replace:
         require_model(model)
         kinds = checked_kinds(only)
         check_precision(precision, kinds, head, exact=exact)
-        if exact and only is not None and "batch_norm" in kinds:
-            raise ValueError(
-                f"{MAKER}: only: got 'batch_norm' with exact=True, expected other kinds: bn_act "
-                "rounds once where torch rounds between the steps; leave exact out"
-            )
+        if only is not None:
+            check_only(kinds, exact=exact, has_example=example is not None)
         if exact and head:
             raise ValueError(
                 f"{MAKER}: head: got {head!r} with exact=True, expected False: "
@@ -214,7 +214,15 @@ class Replace:
             candidates = [*made(plans), *with_rows(model, fused, rows)]
         seconds: list[float] = []
         if example is not None:
-            candidates, seconds = tried(model, matches, candidates, example)
+            candidates, seconds = tried(
+                model,
+                matches,
+                candidates,
+                example,
+                rows,
+                skip=skip,
+                by_channels="channels_last" in kinds and not exact,
+            )
             fp8.forget(in_fp8)
         undo: list[Callable[[], None]] = [functools.partial(fp8.forget, in_fp8)] if in_fp8 else []
         if "attention" in kinds:
@@ -257,20 +265,6 @@ class Replace:
         return Report(MAKER, scope, rows, undo, dry_run=dry_run)
 
 
-def tried(
-    model: nn.Module,
-    matches: Sequence[tuple[Replacement, nn.Module, Match]],
-    candidates: Sequence[Candidate],
-    example: Any,
-) -> tuple[list[Candidate], list[float]]:
-    """The candidates that are faster on a batch, and the seconds of the model before and after."""
-    from torchkiln.patch.trial import Trial  # noqa: PLC0415  imports the benchmark
-
-    calls = calls_of_modules(model, [module for _, module, _ in candidates], example)
-    measure(matches, calls)
-    return Trial(model, candidates, example).run(calls)
-
-
 def checked_kinds(only: Iterable[Kind] | Kind | None) -> tuple[Kind, ...]:
     """The kinds to replace, all by default; ValueError for unknown ones."""
     kinds = KINDS if only is None else (only,) if isinstance(only, str) else tuple(only)
@@ -280,6 +274,21 @@ def checked_kinds(only: Iterable[Kind] | Kind | None) -> tuple[Kind, ...]:
                 f"torchkiln.replace: only: got {kind!r}, expected one of {', '.join(KINDS)}"
             )
     return kinds
+
+
+def check_only(kinds: tuple[Kind, ...], *, exact: bool, has_example: bool) -> None:
+    """Refuses kinds that other arguments exclude."""
+    if exact and "batch_norm" in kinds:
+        raise ValueError(
+            f"{MAKER}: only: got 'batch_norm' with exact=True, expected other kinds: bn_act "
+            "rounds once where torch rounds between the steps; leave exact out"
+        )
+    if kinds == ("channels_last",) and (exact or not has_example):
+        got = "with exact=True" if exact else "without example"
+        raise ValueError(
+            f"{MAKER}: only: got 'channels_last' {got}, expected an example and no exact: a trial "
+            "decides, and convolutions add in another order; call replace(model, example=batch)"
+        )
 
 
 def check_precision(
@@ -318,6 +327,7 @@ def swap(maker: str, module: nn.Module, plan: Plan) -> Callable[[], None]:
                 f"{made.__name__}; call undo() before the library that changed the class"
             )
         module.__class__ = original
+        vars(module).pop(KEPT, None)
 
     module.__class__ = made
     return undo

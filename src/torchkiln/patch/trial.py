@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -15,12 +15,12 @@ from torch.utils._pytree import tree_leaves
 
 from torchkiln.bench.clock import Call, Times, in_turns, synchronize
 from torchkiln.patch.calls import Given, preserved
-from torchkiln.patch.plan import Candidate, made_class
+from torchkiln.patch.plan import Candidate, Plan, made_class
 
 BUDGET = 0.1
 """Seconds of measurement per module; modules with equal calls share one."""
-MODEL_BUDGET = 2.0
-"""Seconds of measurement of the model."""
+MODEL_BUDGET = 1.0
+"""Seconds of measurement of each form of the model."""
 SHORTEST = 2e-3
 """Least seconds of a measurement: shorter calls are repeated."""
 MOST_CALLS = 100
@@ -77,44 +77,63 @@ def compared(device: torch.device, run: Call, forms: Sequence[Call], budget: flo
         run()
         return seconds(device, run, count)
 
-    names = dict(zip("ab", forms, strict=True))
+    names = {str(index): form for index, form in enumerate(forms)}
     return [Times.of(values).seconds for values in in_turns(clock, names, budget).values()]
 
 
 class Trial:
-    """Gives modules their new forward one after the other, children first, if it is faster."""
+    """Gives modules their new forward one after the other, children first, if it is faster.
 
-    def __init__(self, model: nn.Module, candidates: Sequence[Candidate], example: Any) -> None:
-        self.model, self.example = model, example
+    With ``around``, the plan of this candidate is around the forward of its module throughout.
+    """
+
+    def __init__(
+        self, model: nn.Module, candidates: Sequence[Candidate], around: Candidate | None = None
+    ) -> None:
+        self.model = model
         order = {module: index for index, module in enumerate(model.modules())}
+        self.around = around
         self.candidates = sorted(candidates, key=lambda one: -order[one.module])
         self.classes = {
-            module: (type(module), made_class(type(module), plan)) for _, module, plan in candidates
+            one.module: (self.class_around(one, None), self.class_around(one, one.plan))
+            for one in candidates
         }
         self.known: dict[Any, list[float]] = {}
 
-    def run(self, calls: Mapping[nn.Module, Given]) -> tuple[list[Candidate], list[float]]:
-        """The modules to change, and the seconds of the model before and after it.
+    def class_around(self, one: Candidate, plan: Plan | None) -> type[nn.Module]:
+        """The class of a module with a plan, or with none."""
+        made = self.plan_around(one, plan)
+        return type(one.module) if made is None else made_class(type(one.module), made)
 
-        The rows of other modules get the reason.
-        """
-        modules = [module for _, module, _ in self.candidates]
+    def plan_around(self, one: Candidate, plan: Plan | None) -> Plan | None:
+        """A plan of a module, inside of the plan that is around this module."""
+        if self.around is None or one.module is not self.around.module:
+            return plan
+        return replace(self.around.plan, inner=plan)  # type: ignore[type-var]
+
+    def run(self, calls: Mapping[nn.Module, Given]) -> list[Candidate]:
+        """The modules to change. The rows of other modules get the reason."""
         kept: list[Candidate] = []
+        own = {one.module: type(one.module) for one in self.candidates}
         try:
             with preserved(self.model):
+                for one in self.candidates:
+                    one.module.__class__ = self.classes[one.module][0]
                 for one in self.candidates:
                     if self.is_faster(one, calls.get(one.module)):
                         kept.append(one)
                         one.module.__class__ = self.classes[one.module][1]
-                called = [one for one in kept if one.module in calls]
-                seconds = self.seconds_of_model([one.module for one in called]) if called else []
         finally:
-            for module in modules:
-                module.__class__ = self.classes[module][0]
-        if seconds and seconds[1] > seconds[0]:
-            refuse(called, MODEL_SLOWER)
-            return [one for one in kept if one not in called], seconds
-        return kept, seconds
+            for module, cls in own.items():
+                module.__class__ = cls
+        if self.around is None:
+            return kept
+        outer = next((one for one in kept if one.module is self.around.module), None)
+        if outer is None:
+            return [*kept, self.around]
+        rows, plan = (*outer.rows, *self.around.rows), self.plan_around(outer, outer.plan)
+        assert plan is not None
+        return [*(one for one in kept if one is not outer), Candidate(rows, outer.module, plan)]
 
     def is_faster(self, one: Candidate, given: Given | None) -> bool:
         """Whether to keep the new forward: it is faster, or its call cannot be repeated."""
@@ -153,18 +172,33 @@ class Trial:
         finally:
             put(was)
 
-    def seconds_of_model(self, kept: Sequence[nn.Module]) -> list[float]:
-        """Seconds of the model with the original forwards, and with the new ones."""
-        given = Given.of(self.example).leaves()
-        step = Step(self.model, given)
 
-        def put(which: int) -> None:
-            for module in kept:
-                module.__class__ = self.classes[module][which]
+def seconds_of_model(
+    model: nn.Module, example: Any, forms: Sequence[Sequence[Candidate]]
+) -> list[float]:
+    """Seconds of the model with the original forwards, and with the plans of each form."""
+    given = Given.of(example).leaves()
+    step = Step(model, given)
+    own = {one.module: type(one.module) for form in forms for one in form}
+    made = [
+        {**own, **{one.module: made_class(own[one.module], one.plan) for one in form}}
+        for form in ((), *forms)
+    ]
 
-        forms = (partial(put, 0), partial(put, 1))
-        device = device_of(given, self.model)
-        return compared(device, lambda: step(self.model), forms, MODEL_BUDGET)
+    def put(classes: Mapping[nn.Module, type[nn.Module]]) -> None:
+        for module, cls in classes.items():
+            module.__class__ = cls
+
+    try:
+        with preserved(model):
+            return compared(
+                device_of(given, model),
+                lambda: step(model),
+                [partial(put, classes) for classes in made],
+                MODEL_BUDGET * len(made),
+            )
+    finally:
+        put(own)
 
 
 def refuse(candidates: Sequence[Candidate], reason: str) -> None:

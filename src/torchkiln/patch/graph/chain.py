@@ -22,12 +22,33 @@ SUMS = (operator.add, operator.iadd, torch.add, "add", "add_")
 IN_PLACE = (operator.iadd, "add_")
 
 
+FACTS = ("shape", "ndim", "dtype", "device", "size", "dim")
+"""Attributes and methods of tensors whose values are no tensors."""
+
+
+def is_fact(node: fx.Node) -> bool:
+    """Whether a node computes a size, a dtype or a device."""
+    if node.op == "call_method":
+        return node.target in FACTS
+    if node.target is getattr:
+        return node.args[1] in FACTS
+    given = node.all_input_nodes
+    is_operator = node.op == "call_function" and node.target in OPERATORS
+    return is_operator and len(given) > 0 and all(map(is_fact, given))
+
+
+OPERATORS = frozenset(f for f in vars(operator).values() if callable(f))
+
+
 class TensorProxy(fx.Proxy):
-    """A traced value that is an instance of ``Tensor`` for ``isinstance``, as in a real call."""
+    """A traced value that is an instance of ``Tensor`` for ``isinstance``, as in a real call.
+
+    Sizes are not: torch would read the memory of a tensor among the sizes of ``torch.empty``.
+    """
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        return Tensor
+        return type(self) if is_fact(self.node) else Tensor
 
 
 def changing(function: Callable[..., Any]) -> Callable[..., fx.Proxy]:

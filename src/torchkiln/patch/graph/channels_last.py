@@ -1,0 +1,146 @@
+"""The forward of a model of images with its activations in ``channels_last``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.utils._pytree import tree_map_only
+
+from torchkiln.ops._folding import PLAIN, is_transformed
+from torchkiln.patch.formula.reads import Reads
+from torchkiln.patch.formula.terms import NoFormulaError
+from torchkiln.patch.graph.flat import flat_trace, is_leaf
+from torchkiln.patch.graph.strides import why_not_free
+from torchkiln.patch.graph.unchanged import Children, is_unchanged
+from torchkiln.patch.plan import SAVED, Plan
+from torchkiln.patch.probe import usual_modes
+
+
+class Converted(torch.autograd.Function):
+    """A tensor in ``channels_last``, whose gradient is contiguous, as without."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        """The copy."""
+        return x.clone(memory_format=torch.channels_last)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def backward(_: Any, grad: Tensor) -> Tensor:
+        """The gradient of the tensor."""
+        return grad.contiguous()
+
+
+def converted(x: Tensor) -> Tensor:
+    """A contiguous tensor in ``channels_last``."""
+    if x.requires_grad and torch.is_grad_enabled():
+        y: Tensor = Converted.apply(x)  # type: ignore[no-untyped-call]
+        return y
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def given_back(result: Any) -> Any:
+    """A result as the original forward returns it."""
+    if isinstance(result, Tensor):
+        return result.contiguous()
+    return tree_map_only(Tensor, Tensor.contiguous, result)
+
+
+def is_image(x: Any) -> bool:
+    """Whether a value is a contiguous tensor of four dimensions."""
+    return type(x) is Tensor and x.dim() == 4 and x.is_floating_point() and x.is_contiguous()
+
+
+@dataclass(frozen=True)
+class ChannelsLast(Plan):
+    """The forward of a module, or of another plan, with images in ``channels_last``."""
+
+    kind: ClassVar[str] = "channels_last"
+    saved_as: ClassVar[str] = "channels_last"
+
+    places: tuple[int, ...]
+    """The arguments that are images."""
+    count: int
+    """The number of arguments of the forward."""
+    reads: Reads
+    """The attributes that the model's forwards read, and the classes of its modules."""
+    children: Children
+    inner: Plan | None = field(default=None)
+    """The plan of the module."""
+
+    def settings(self) -> dict[str, Any]:
+        """The fields; another plan with its name and version."""
+        inner = self.inner
+        saved = inner and (inner.saved_as, inner.version, inner.settings())
+        return {**super().settings(), "reads": self.reads.settings(), "inner": saved}
+
+    @classmethod
+    def loaded(cls, settings: dict[str, Any]) -> Plan:
+        """The plan with these settings from a pickle."""
+        inner = None
+        if settings["inner"] is not None:
+            name, version, own = settings["inner"]
+            if SAVED[name].version != version:
+                raise ValueError(f"this torchkiln has version {SAVED[name].version} of {name!r}")
+            inner = SAVED[name].loaded(own)
+        reads = Reads.loaded(settings["reads"])
+        return super().loaded({**settings, "reads": reads, "inner": inner})
+
+    def __str__(self) -> str:
+        return "activations in channels_last"
+
+    def fits(self, module: Any, *args: Any) -> bool:
+        """Whether the images are plain and contiguous, and the model is the one that was traced."""
+        if len(args) != self.count or not all(is_image(args[place]) for place in self.places):
+            return False
+        return not is_transformed() and is_unchanged(module, self.reads, self.children)
+
+    def converted(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments with images in ``channels_last``."""
+        return tuple(converted(x) if at in self.places else x for at, x in enumerate(args))
+
+    def forward(self, module: Any, *args: Any, **options: Any) -> Any:
+        """Not called: :meth:`method` calls the forward that it is around."""
+        raise NotImplementedError
+
+    def method(self, original: type[nn.Module]) -> Callable[..., Any]:
+        """The forward of the class, which converts the arguments and the result of another."""
+        inner: Callable[..., Any] = original.forward
+        if self.inner is not None:
+            inner = self.inner.method(original)
+        fits, convert = self.fits, self.converted
+
+        @functools.wraps(original.forward, updated=())
+        def forward(module: nn.Module, /, *args: Any, **options: Any) -> Any:
+            if options or is_compiling() or not fits(module, *args):
+                return inner(module, *args, **options)
+            return given_back(inner(module, *convert(args)))
+
+        return forward
+
+
+def find(module: nn.Module, args: tuple[Any, ...]) -> ChannelsLast:
+    """The plan of a module that is called with these arguments; raises NoFormulaError."""
+    places = tuple(at for at, x in enumerate(args) if is_image(x))
+    if not places:
+        raise NoFormulaError("its arguments are no contiguous images")
+    if any(type(x) not in PLAIN for x in (*module.parameters(), *module.buffers())):
+        raise NoFormulaError("its parameters are tensors of another class")
+    with usual_modes():
+        trace = flat_trace(module, len(args))
+    for graph in trace.graphs:
+        if reason := why_not_free(trace.root, graph, places):
+            raise NoFormulaError(reason)
+    children = tuple(
+        (path, tuple(part._modules)) for path, part in module.named_modules() if not is_leaf(part)
+    )
+    return ChannelsLast(places, len(args), trace.reads, children)
