@@ -303,8 +303,9 @@ def release_check(session: nox.Session) -> None:
     session.notify("abi")  # the contents of the wheel
 
 
-# Checks that show within a few minutes whether a torch and its module work together.
-FEW = "values or opcheck or compile_aot_eager or bad_input or written"
+# Checks that show within two minutes whether a torch and its module work together. Traced calls
+# take most of the time and differ little between dtypes.
+FEW = "values or bad_input or written or ((opcheck or compile_aot_eager) and float32)"
 
 
 @nox.session(default=False)

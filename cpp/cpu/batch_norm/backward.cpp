@@ -19,7 +19,7 @@ GradientSums* sums_of(const BatchNormBackward& p, int64_t chunk) {
 }
 
 /// Computes g, the gradient of the argument of the activation, for runs of elements.
-template <class T, class Act>
+template <class T>
 class ArgumentGradient {
  public:
   using C = Compute<T>;
@@ -27,33 +27,37 @@ class ArgumentGradient {
   C from_mean[kChannelRun];
   ChannelFactors<T> factors;
 
+  explicit ArgumentGradient(const BatchNormBackward& p)
+      : activation_(loops_of<C>(p.activation)),
+        reads_argument_(saved_by(p.activation) != Saved::nothing) {}
+
   void read(const BatchNormBackward& p, int64_t at, int64_t count, int64_t channel) {
     C buffer[kChannelRun], z[kChannelRun];
     factors.load(p, channel, count);
     const C* const x = read_run(buffer, p.x, at, 1, count, p.dtype);
 #pragma GCC ivdep
     for (int64_t i = 0; i < count; ++i) from_mean[i] = x[i] - factors.mean[i];
-    if constexpr (Act::kSaved != Saved::nothing) {
+    if (reads_argument_) {
       if (p.signs != nullptr) {
         unpack_signs(z, p.signs, at, count);
       } else {
         read_argument(z, factors, p.x, p.residual, at, count, p.dtype);
       }
     }
-    const C* const grad = read_run(buffer, p.grad, at, 1, count, p.dtype);
-#pragma GCC ivdep
-    for (int64_t i = 0; i < count; ++i)
-      g[i] =
-          gradient_from_input<Act, ExactMath>(grad[i], Act::kSaved == Saved::nothing ? C(0) : z[i]);
+    activation_.gradients(g, read_run(buffer, p.grad, at, 1, count, p.dtype), z, count);
   }
+
+ private:
+  ActivationLoops<C> activation_;
+  bool reads_argument_;
 };
 
-template <class T, class Act>
+template <class T>
 void task_sums(const BatchNormBackward& p, const ChannelPlan& plan, int64_t task) {
   using C = Compute<T>;
   const bool one_channel = p.layout.inner != 1;
   GradientSums* const to = sums_of(p, task / plan.groups);
-  ArgumentGradient<T, Act> gradient;
+  ArgumentGradient<T> gradient(p);
   double sums[kChannelRun], products[kChannelRun];
   for_each_task_run(
       p.layout, plan, task,
@@ -106,10 +110,10 @@ void finish_channel(const BatchNormBackward& p, const ChannelPlan& plan, int64_t
   coefficients[p.layout.channels] = static_cast<C>(all.gradient / count - slope * low);
 }
 
-template <class T, class Act>
+template <class T>
 void input_gradients(const BatchNormBackward& p, int64_t begin, int64_t end) {
   using C = Compute<T>;
-  ArgumentGradient<T, Act> gradient;
+  ArgumentGradient<T> gradient(p);
   C result[kChannelRun], slope[kChannelRun], level[kChannelRun];
   int64_t known = -1, known_count = 0;
   const bool one_channel = p.layout.inner != 1;
@@ -141,22 +145,14 @@ void input_gradients(const BatchNormBackward& p, int64_t begin, int64_t end) {
   });
 }
 
-/// Calls body(element type, activation).
-template <class Body>
-Status with_types(const BatchNormBackward& p, const Body& body) {
-  return dispatch_floating(p.dtype, [&](auto tag) {
-    with_activation(p.activation, [&](auto act) { body(tag, act); }, Activations{});
-    return Status{};
-  });
-}
-
 }  // namespace
 
 Status batch_norm_sums(const BatchNormBackward& p, int64_t begin, int64_t end) {
   const ChannelPlan plan(p.layout);
-  return with_types(p, [&](auto tag, auto act) {
+  return dispatch_floating(p.dtype, [&](auto tag) {
     for (int64_t task = begin; task < end; ++task)
-      task_sums<typename decltype(tag)::type, typename decltype(act)::type>(p, plan, task);
+      task_sums<typename decltype(tag)::type>(p, plan, task);
+    return Status{};
   });
 }
 
@@ -170,8 +166,9 @@ Status batch_norm_sums_finish(const BatchNormBackward& p, int64_t begin, int64_t
 }
 
 Status batch_norm_backward(const BatchNormBackward& p, int64_t begin, int64_t end) {
-  return with_types(p, [&](auto tag, auto act) {
-    input_gradients<typename decltype(tag)::type, typename decltype(act)::type>(p, begin, end);
+  return dispatch_floating(p.dtype, [&](auto tag) {
+    input_gradients<typename decltype(tag)::type>(p, begin, end);
+    return Status{};
   });
 }
 

@@ -197,4 +197,41 @@ void read_argument(C* z, const ChannelFactors<T>& factors, const void* x, const 
   for (int64_t i = 0; i < count; ++i) z[i] += added[i];
 }
 
+/// The loops over the elements of a run that depend on the activation. They are functions, because
+/// a copy of all loops for each activation would take a third of the compile time of the kernels.
+template <class C>
+struct ActivationLoops {
+  void (*values)(C* z, int64_t count);
+  void (*gradients)(C* g, const C* grad, const C* z, int64_t count);
+};
+
+/// Replaces z[i] by the activation.
+template <class Act, class C>
+void activation_values(C* z, int64_t count) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < count; ++i) z[i] = Act::template value<ExactMath>(z[i]);
+}
+
+/// Computes the gradient of the activation's argument. Does not read z if the activation is linear.
+template <class Act, class C>
+void activation_gradients(C* g, const C* grad, const C* z, int64_t count) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < count; ++i)
+    g[i] =
+        gradient_from_input<Act, ExactMath>(grad[i], Act::kSaved == Saved::nothing ? C(0) : z[i]);
+}
+
+template <class C>
+ActivationLoops<C> loops_of(Activation activation) {
+  ActivationLoops<C> loops{};
+  with_activation(
+      activation,
+      [&](auto act) {
+        using Act = typename decltype(act)::type;
+        loops = {activation_values<Act, C>, activation_gradients<Act, C>};
+      },
+      Activations{});
+  return loops;
+}
+
 }  // namespace torchkiln::cpu::TORCHKILN_ISA

@@ -145,20 +145,14 @@ template <class T>
 void outputs(const BatchNorm& p, int64_t begin, int64_t end) {
   using C = Compute<T>;
   ChannelFactors<T> factors;
-  C z[kChannelRun], result[kChannelRun];
-  with_activation(
-      p.activation,
-      [&](auto act) {
-        using Act = typename decltype(act)::type;
-        for_each_channel_run(p.layout, begin, end, [&](int64_t at, int64_t count, int64_t channel) {
-          factors.load(p, channel, count);
-          read_argument(z, factors, p.x, p.residual, at, count, p.dtype);
-#pragma GCC ivdep
-          for (int64_t i = 0; i < count; ++i) result[i] = Act::template value<ExactMath>(z[i]);
-          narrow_run(static_cast<T*>(p.y) + at, result, count);
-        });
-      },
-      Activations{});
+  const auto activation = loops_of<C>(p.activation);
+  C z[kChannelRun];
+  for_each_channel_run(p.layout, begin, end, [&](int64_t at, int64_t count, int64_t channel) {
+    factors.load(p, channel, count);
+    read_argument(z, factors, p.x, p.residual, at, count, p.dtype);
+    activation.values(z, count);
+    narrow_run(static_cast<T*>(p.y) + at, z, count);
+  });
   if (p.signs != nullptr) pack_signs(p.signs, static_cast<const T*>(p.y), begin, end);
 }
 

@@ -10,11 +10,11 @@ namespace {
 constexpr int64_t kKeptElements = 1 << 16;
 
 /// Computes g, the gradient of the activation's argument, for the runs of a span.
-template <bool kRows, class C, class Act>
+template <bool kRows, class C>
 class ArgumentGradient {
  public:
   ArgumentGradient(const GroupNormBackward& p, const GroupSpan& span)
-      : p_(p), span_(span), factors_(p, span) {
+      : p_(p), span_(span), activation_(loops_of<C>(p.activation)), factors_(p, span) {
     if (span.elements() <= kKeptElements) kept_.resize(static_cast<size_t>(span.elements()));
   }
 
@@ -54,13 +54,12 @@ class ArgumentGradient {
     C buffer[kChannelRun], z[kChannelRun];
     const C* const x = read_run(buffer, p_.x, at, 1, count, p_.dtype);
     read_argument<kRows>(from_mean_, z, factors_, x, count, channel);
-    const C* const grad = read_run(buffer, p_.grad, at, 1, count, p_.dtype);
-#pragma GCC ivdep
-    for (int64_t i = 0; i < count; ++i) g[i] = gradient_from_input<Act, ExactMath>(grad[i], z[i]);
+    activation_.gradients(g, read_run(buffer, p_.grad, at, 1, count, p_.dtype), z, count);
   }
 
   const GroupNormBackward& p_;
   const GroupSpan& span_;
+  ActivationLoops<C> activation_;
   GroupFactors<C> factors_;
   C from_mean_[kChannelRun];
   std::vector<C> kept_;
@@ -71,10 +70,10 @@ double* sums_of(const GroupNormBackward& p, int64_t sample) {
   return static_cast<double*>(p.workspace) + sample * 2 * p.layout.channels;
 }
 
-template <bool kRows, class T, class Act>
+template <bool kRows, class T>
 void span_gradients(const GroupNormBackward& p, const GroupSpan& span) {
   using C = Compute<T>;
-  ArgumentGradient<kRows, C, Act> gradient(p, span);
+  ArgumentGradient<kRows, C> gradient(p, span);
   const auto channels = static_cast<size_t>(span.channels());
   double* const sums = sums_of(p, span.group() / p.layout.groups) + span.first_channel();
   double* const products = sums + p.layout.channels;
@@ -134,16 +133,9 @@ void span_gradients(const GroupNormBackward& p, const GroupSpan& span) {
 
 Status group_norm_backward(const GroupNormBackward& p, int64_t begin, int64_t end) {
   return dispatch_floating(p.dtype, [&](auto tag) {
-    with_activation(
-        p.activation,
-        [&](auto act) {
-          using T = typename decltype(tag)::type;
-          using Act = typename decltype(act)::type;
-          for_each_span(p.layout, begin, end, [&](const GroupSpan& span, auto rows) {
-            span_gradients<rows, T, Act>(p, span);
-          });
-        },
-        Activations{});
+    using T = typename decltype(tag)::type;
+    for_each_span(p.layout, begin, end,
+                  [&](const GroupSpan& span, auto rows) { span_gradients<rows, T>(p, span); });
     return Status{};
   });
 }

@@ -90,19 +90,13 @@ void outputs(const GroupNorm& p, const GroupSpan& span) {
   using C = Compute<T>;
   const GroupFactors<C> factors(p, span);
   C buffer[kChannelRun], from_mean[kChannelRun], z[kChannelRun];
-  with_activation(
-      p.activation,
-      [&](auto act) {
-        using Act = typename decltype(act)::type;
-        span.for_each_run([&](int64_t at, int64_t count, int64_t channel) {
-          const C* const x = read_run(buffer, p.x, at, 1, count, p.dtype);
-          read_argument<kRows>(from_mean, z, factors, x, count, channel);
-#pragma GCC ivdep
-          for (int64_t i = 0; i < count; ++i) z[i] = Act::template value<ExactMath>(z[i]);
-          narrow_run(static_cast<T*>(p.y) + at, z, count);
-        });
-      },
-      Activations{});
+  const auto activation = loops_of<C>(p.activation);
+  span.for_each_run([&](int64_t at, int64_t count, int64_t channel) {
+    const C* const x = read_run(buffer, p.x, at, 1, count, p.dtype);
+    read_argument<kRows>(from_mean, z, factors, x, count, channel);
+    activation.values(z, count);
+    narrow_run(static_cast<T*>(p.y) + at, z, count);
+  });
 }
 
 }  // namespace
