@@ -1,8 +1,9 @@
 """Writes the tables of docs/choosing.md: which kernel takes which rows on which GPU.
 
-The choices are host functions, the choose.h of each family. tests/kernels has a program that calls
-them without CUDA; this script compiles it with the C++ compiler and searches for the row lengths
-where another kernel takes over. --check changes nothing, and fails if the page differs.
+The choices are host functions, in the choose.h of a family. tests/kernels has a program that calls
+these functions without CUDA. This script compiles the program with the C++ compiler and searches
+for the row lengths where another kernel takes over. --check changes nothing, and fails if the page
+differs.
 """
 
 from __future__ import annotations
@@ -46,13 +47,14 @@ class Launch(NamedTuple):
     blocks_y: int
     threads: int
     most_threads: int
-    """Of its launch bounds, as the next one."""
+    """Maximum number of threads per block, in the launch bounds of the kernel."""
     blocks_per_multiprocessor: int
+    """Minimum number of blocks per SM, in the same launch bounds."""
     cluster: int
     shared_bytes: int
     is_cooperative: int
     multiprocessors: int
-    """Of the GPU, as all that follow."""
+    """SMs of the GPU. All fields below describe the GPU, too."""
     runs_90_code: int
     most_shared_bytes: int
     shared_of_multiprocessor: int

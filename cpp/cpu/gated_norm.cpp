@@ -11,8 +11,8 @@ namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
 
-// Most elements of a run. They are converted and computed together; their buffers stay in the L1
-// cache.
+// Maximum number of elements per run. They are converted and computed together, in buffers that
+// stay in the L1 cache.
 constexpr int64_t kRun = 512;
 
 /// Calls body(begin, count) for the runs of the columns of a group.

@@ -12,7 +12,8 @@
 
 namespace torchkiln::cpu::TORCHKILN_ISA {
 
-// Most elements of a run: they are converted and computed together, and stay in the L1 cache.
+// Maximum number of elements per run. They are converted and computed together, and stay in the L1
+// cache.
 inline constexpr int64_t kChannelRun = 512;
 
 /// The split of sums over the channels into tasks. A task is a chunk of `outer` and, if the

@@ -5,8 +5,8 @@ namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
 
-// Most elements of a span whose gradients g are kept from the first pass for the second: 256 KiB in
-// float32.
+// Maximum number of elements in a span whose gradients g are kept from the first pass for the
+// second: 256 KiB in float32.
 constexpr int64_t kKeptElements = 1 << 16;
 
 /// Computes g, the gradient of the activation's argument, for the runs of a span.

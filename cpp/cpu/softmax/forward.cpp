@@ -7,7 +7,8 @@ namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
 
-// Most pieces of a row whose exponentials are kept. In longer rows they are computed twice.
+// Maximum number of pieces in a row whose exponentials are kept. In longer rows the exponentials
+// are computed twice.
 constexpr int64_t kMaxPieces = 1024;
 
 /// Calls body(values) with a piece of a row of x, scaled, with -infinity for masked elements.

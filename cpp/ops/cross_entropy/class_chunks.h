@@ -2,7 +2,7 @@
 
 // Gradients of a linear layer from losses per row, a chunk of rows or a chunk of classes at a time.
 // Over chunks of rows the gradient of the weight is summed, over chunks of classes the gradient of
-// x; both sums have the compute dtype. With fewer rows than classes, the sum for x takes less
+// x. Both sums have the compute dtype. With fewer rows than classes, the sum for x takes less
 // memory, and less time to read and write: 256 MiB in place of 2 GiB for 16384 rows, 131072 classes
 // and 4096 features. Chunks of classes need the log-sum-exp of whole rows, which forward has saved.
 
@@ -40,8 +40,9 @@ inline LossOptions part_of(const LossOptions& options, const Classes& classes, i
   return part;
 }
 
-/// Adds the gradients of a layer over chunks of classes with all rows, from the gradients of their
-/// logits.
+/// The gradients of a layer, from the gradients of its logits, a chunk of classes at a time with
+/// all rows. The gradient of x is a sum over the chunks. The gradients of weight and bias have
+/// separate elements for each chunk, which add() writes once.
 class ClassGradients {
  public:
   ClassGradients(const LogitLayer& layer, const Wanted& wanted, const at::Tensor& grad_x,

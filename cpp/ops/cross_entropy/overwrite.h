@@ -46,9 +46,9 @@ inline void check_overwritable(const at::Tensor& logits) {
               "written over them; call .contiguous() first, or leave inplace_backward out");
 }
 
-/// A weak reference to the memory of logits, and its version. Autograd itself compares the versions
-/// of saved tensors, but not of tensors that a hook packs (torch.autograd.graph.save_on_cpu), which
-/// may be the logits.
+/// A weak reference to the memory of the logits, and the version of the logits in forward. Autograd
+/// compares the versions of the tensors that it saves, except if a hook packs and unpacks them, as
+/// torch.autograd.graph.save_on_cpu does. The unpacked tensor may then still be the logits.
 class Version {
  public:
   explicit Version(const at::Tensor& logits)

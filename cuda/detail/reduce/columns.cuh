@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 // of 132 blocks.
 inline constexpr int kFinishThreads = 512;
 inline constexpr int kFinishLoads = 9;
-// Most threads that share a column: eight adjacent sums of float32 are a whole sector.
+// Maximum number of threads per column: eight adjacent sums of float32 are a whole sector.
 inline constexpr int kMostSharing = 64;
 
 /// Adds the partial sums of all chunks and of all folded columns. `sharing` threads share the terms

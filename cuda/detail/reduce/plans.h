@@ -39,8 +39,8 @@ inline constexpr int kThreadsX = 32;
 inline constexpr int kMinThreadsX = 8;
 // Fewest rows per thread. With fewer, the partial sums take more time than further blocks save.
 inline constexpr int kMinRows = 4;
-// Most rows per thread with a single chunk: two or three steps of loads take less time than a
-// second kernel.
+// Maximum number of rows per thread with a single chunk: two or three steps of loads take less time
+// than a second kernel.
 inline constexpr int kSinglePassRows = 16;
 // Blocks per SM: 2 x 256 threads x 8 loads x 16 B = 64 KiB in flight. A third block would exceed
 // the registers of an SM and run as a second wave.

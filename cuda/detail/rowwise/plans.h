@@ -176,7 +176,8 @@ inline constexpr int kMaxTeamBlocks = 288;
 // Fewest vectors of a row per block. With fewer, exchanging sums takes more time than further
 // blocks save.
 inline constexpr int kMinSlab = 64;
-// Fewest rows for which the rows of a step are not adjacent.
+// Fewest rows for which the rows that a team reads in one step may be `lanes` rows apart. Fewer
+// rows are read in adjacent order: see make_grid_plan().
 inline constexpr int64_t kMinStridedRows = 128;
 // Base-2 logarithm of the fewest threads along a row.
 inline constexpr int kLogMinRowThreads = 2;

@@ -58,12 +58,12 @@ inline constexpr int kResidentColumns = 2 * kChannelThreads;  // most columns pe
 /// Shared memory that a block can have on 9.0 and 10.0. On GPUs with less, two resident blocks do
 /// not fit on an SM.
 inline constexpr int kSharedOf90 = 227 * 1024;
-/// Most vectors per thread for which one block processes whole channels, even if several blocks
-/// could share them.
+/// Maximum number of vectors per thread for which one block processes whole channels, even if
+/// several blocks could share the channels.
 inline constexpr int64_t kWholeItems = 8;
-/// Most elements for which the resident kernel writes grad_residual, too. The resident kernel reads
-/// every tensor again in its second pass. Two kernels read one tensor less, which is faster once
-/// the tensors do not fit in the L2 cache.
+/// Maximum number of elements for which the resident kernel writes grad_residual, too. The resident
+/// kernel reads every tensor again in its second pass. Two kernels read one tensor less, which is
+/// faster once the tensors do not fit in the L2 cache.
 inline constexpr int64_t kMostWithResidual = int64_t{1} << 24;
 
 // Totals of the parts of each channel: a block adds the parts of kChannelsOfTotal channels.

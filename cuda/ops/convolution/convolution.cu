@@ -1,8 +1,8 @@
 // Convolutions with filters of one element as products of matrices, with the moments of the results
 // for batch norm. choose.h decides:
 //
-//   sm90         sm90.cu                             half precision on 9.0, in whole vectors
-//   other ops    cuDNN and a pass for the moments    otherwise, or where sm90 does not gain
+//   sm90    sm90.cu                                        half precision on 9.0, whole vectors
+//   cuDNN   by the caller, before a pass for the moments   otherwise, or where sm90 does not gain
 
 #include "ops/batch_norm/merge.cuh"
 #include "pixels.h"

@@ -1,6 +1,6 @@
-// grad_logits = scale * (mass * exp(logits - log_sum_exp) - q), from the state that forward saved:
-// every element is read and written once. Gradients of log-probabilities and entropies have the
-// plan rows.
+// grad_logits = grad / divisor * (mass * exp(logits - log_sum_exp) - q), with the symbols of
+// kernels/cross_entropy.h, from the state that forward saved. Every element is read and written
+// once. Gradients of log-probabilities and entropies have the plan rows.
 //
 //   plan    kernel                         when
 //   flat    cross_entropy_flat_gradient    one class per row; adjacent rows that are short or not

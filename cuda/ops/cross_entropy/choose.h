@@ -24,11 +24,11 @@ inline constexpr int kShortItems = 8;
 /// Threads of a block with several teams, one short row each.
 inline constexpr int kSharedLossThreads = 128;
 
-/// Most threads of a block where one block or cluster processes all rows.
+/// Maximum number of threads per block if one block or cluster processes all rows.
 inline constexpr int kFewThreads = 512;
-/// Most bytes per block for which one block or cluster processes all rows. It then finishes before
-/// a second kernel, which adds the losses, would start (measured). kMostBytesOfRow: one row per
-/// block; kMostBytesOfRows: several.
+/// Maximum number of bytes per block for which one block or cluster processes all rows. It then
+/// finishes before a second kernel, which adds the losses, would start (measured). kMostBytesOfRow
+/// applies to one row per block, kMostBytesOfRows to several.
 inline constexpr int64_t kMostBytesOfRow = 64 << 10;
 inline constexpr int64_t kMostBytesOfRows = 32 << 10;
 
@@ -48,7 +48,7 @@ constexpr int flat_elements(size_t element) { return element == 8 ? 16 : 32; }
 /// Threads of a block that writes gradients, and vectors that a thread loads together.
 inline constexpr int kLossGradientThreads = 256;
 inline constexpr int kLossGradientItems = 4;
-/// Most vectors of a row that a block processes: two steps of loads. Longer rows have several
+/// Maximum number of vectors of a row per block: two steps of loads. Longer rows have several
 /// blocks.
 inline constexpr int64_t kMostGradientVectors =
     int64_t{kLossGradientThreads} * kLossGradientItems * 2;

@@ -5,12 +5,10 @@
 //   teams    none: team_outputs, forward_teams.cu, computes both       groups are adjacent and up
 //                                                                      to 64 KiB
 //   parts    those of batch norm: a group is       part_outputs,       longer groups, with up to 64
-//            adjacent in memory, as a channel is   forward_parts.cu    elements of a channel or
-//            with
-//                                                                      no vectors of planes
-//   pixels   those of the groups of a pixel, as    part_outputs        channels_last with few
-//   pixels,
-//            parts: forward_pixels.cu                                  and many channels of a group
+//            adjacent in memory, as a channel is   forward_parts.cu    elements of a channel, or
+//            in batch norm                                             with no vectors of planes
+//   pixels   as parts, of the groups of a pixel:   part_outputs        channels_last: few pixels,
+//            forward_pixels.cu                                         many channels in a group
 //   planes   as parts                              plane_outputs,      channels are planes of
 //                                                  forward_planes.cu   adjacent elements
 //   rows     row_moments, merge_group,             row_outputs,        channels_last: adjacent

@@ -20,11 +20,12 @@ struct SampleTiles {
   int rows;
 };
 
-/// Sums g and g * n over the samples, for each element of a sample, to `partial` [parts, 2,
-/// elements]. If `partial` is null, the sums are the gradients of bias and weight. Block (x, y) has
-/// tiles of the elements and every parts-th group of samples. With kGroups a span is a group, and
-/// `of_groups` [groups of all samples, tiles, 2] gets the sums of weight * g and of weight * g * (x
-/// - mean) over each tile.
+/// For each element of a sample, adds g and g * n over the samples, where g is the gradient of the
+/// activation's argument and n the normalized x. The sums go to `partial` [parts, 2, elements]. If
+/// `partial` is null, they are the gradients of bias and weight. Block (x, y) has tiles of the
+/// elements and every parts-th group of samples. With kGroups a span is a group, and `of_groups`
+/// [groups of all samples, tiles, 2] receives two sums over each tile: of weight * g, and of
+/// weight * g * (x - mean).
 template <class T, int kLanes, bool kGroups, class Act>
 __global__ void __launch_bounds__(kSampleThreads, 2)
     sample_sums(GroupNormBackward p, SampleTiles tiles, Act act, Compute<T>* partial,

@@ -37,7 +37,8 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ TeamStorage<C, 2, kSlots> storage;
   extern __shared__ uint4 memory[];
   Team<C, 2, true, kSlots> team(shape, storage);
-  // The teams of a block share the parameters, so their rows must have the same offset, too.
+  // The teams of a block share the parameters of its columns in shared memory. So the first rows of
+  // the teams, team.groups() rows apart, must have the same offset from a 16-byte boundary.
   const int64_t base = team.group();
   const int64_t step = team.teams();
   int64_t row = base + team.index() * team.groups();

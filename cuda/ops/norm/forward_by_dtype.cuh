@@ -62,7 +62,7 @@ inline constexpr bool is_plain = false;
 template <class T>
 inline constexpr bool is_plain<QuantizedTile<T, true>> = true;
 
-/// Most threads of a block.
+/// Maximum number of threads per block.
 template <bool kQuantized>
 inline constexpr int kThreads = kQuantized ? kQuantizedThreads : kRowThreads;
 template <class Tile, bool kQuantized>

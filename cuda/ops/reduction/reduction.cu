@@ -30,8 +30,9 @@ struct ColumnBody {
   using C = Sum;
   using Item = Vec<T, Lanes>;
   static constexpr int kLanes = Lanes;
-  static constexpr int kRowsInFlight =
-      Lanes > 4 ? 4 : 8;  // a row in flight takes up to Lanes registers
+  // Only half precision has 8 lanes. A row in flight then takes 4 registers, or 8 once its elements
+  // are converted to float32.
+  static constexpr int kRowsInFlight = Lanes > 4 ? 4 : 8;
 
   const T* in;
   Offsets offset;

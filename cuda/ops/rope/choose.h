@@ -13,8 +13,8 @@ namespace torchkiln::cuda {
 
 using namespace device;
 
-// Most heads per thread. A thread rotates `lanes` pairs of up to kRopeHeads heads of one token, so
-// that it loads their factors once and has 2 * kRopeHeads vectors in flight.
+// Maximum number of heads per thread. A thread rotates `lanes` pairs of up to kRopeHeads heads of
+// one token. So it loads the factors of these pairs once, and has 2 * kRopeHeads vectors in flight.
 inline constexpr int kRopeHeads = 4;
 inline constexpr int kMostRopeThreads = 512;
 /// With fewer tokens, each token has a block of its own.

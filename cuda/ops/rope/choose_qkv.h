@@ -41,7 +41,8 @@ inline constexpr int64_t kAcrossThreads = 2 * kQkvThreads;
 inline constexpr int64_t kFewAcrossTokens = 64;
 inline constexpr int64_t kManyRounds = 8;
 inline constexpr int64_t kAcrossBlocks = 1024;
-/// Most bytes of weight sums that a block keeps in shared memory. Larger sums are in global memory.
+/// Maximum number of bytes of weight sums that a block keeps in shared memory. Larger sums are in
+/// global memory.
 inline constexpr int64_t kMostSharedBytes = 48 * 1024;
 
 /// Threads of a block that adds the rows of sums for the weights: as many along a column as it has

@@ -35,7 +35,8 @@ inline constexpr int kMaxTileThreads = 512;
 inline constexpr int kMaxTileRows = 256;
 /// Fewest rows of a tile: eight rows of float32 fill a memory access of 32 bytes.
 inline constexpr int kMinTileRows = 8;
-/// Most bytes of a tile with more than kMinTileRows rows: an SM of 9.0 then holds two blocks.
+/// Maximum number of bytes per tile of more than kMinTileRows rows: an SM of 9.0 then holds two
+/// blocks.
 inline constexpr int kTwoTilesBytes = 96 * 1024;
 /// Static shared memory of a block, in bytes: up to two numbers per row and one per thread.
 inline constexpr int kTileStaticBytes = (kMaxTileThreads + 2 * kMaxTileRows) * 8;

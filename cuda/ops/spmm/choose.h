@@ -177,8 +177,8 @@ inline constexpr int64_t kMostEntries = 512;
 inline constexpr int64_t kFewEntries = 1 << 15;
 /// With more rows than this, and a warp per row, all warps of a GPU have several rows.
 inline constexpr int64_t kFewRows = 1 << 12;
-/// Most vectors of a row that eight lanes read. The second limit applies if entries and rows are
-/// few.
+/// Maximum number of vectors per row that eight lanes read. The second limit applies if entries and
+/// rows are few.
 inline constexpr int64_t kMostNarrowVectors = 64;
 inline constexpr int64_t kMostNarrowVectorsOfFew = 16;
 

@@ -18,9 +18,11 @@ using namespace device;
 inline constexpr int kRankThreads = 128;
 inline constexpr int kRankBits = 11;  // bits of a key for the index; the others: its column
 inline constexpr int64_t kMostRanked = int64_t{1} << kRankBits;
-/// Most comparisons for ranks. With 15 million, an H100 takes 9 us longer than for a counting sort.
+/// Maximum number of comparisons for ranks. With 15 million, an H100 takes 9 us longer than for a
+/// counting sort.
 inline constexpr int64_t kMostComparisons = int64_t{1} << 23;
-/// Most entries that are ranked by one thread each. More entries have four threads each.
+/// Maximum number of entries for which each entry is ranked by one thread. If there are more, four
+/// threads rank each.
 inline constexpr int64_t kMostRankedByOne = 256;
 
 // Counting sort: one or two launches instead of the six or more of a radix sort.
@@ -28,9 +30,10 @@ inline constexpr int kSortThreads = 1024;
 inline constexpr int kMostRounds = 4;
 inline constexpr int64_t kMostSortBlocks = 132;         // the SMs of an H100
 inline constexpr int64_t kMostSortedColumns = 1 << 13;  // counters in shared memory
-/// Most counts of all blocks. Every block reads all of them: 256 KB take about 4 us.
+/// Maximum number of counts in all blocks together. Every block reads all counts: 256 KB take about
+/// 4 us.
 inline constexpr int64_t kMostCounts = 1 << 16;
-/// Most bytes of static shared memory per block, for the scan of CUB.
+/// Maximum number of bytes of static shared memory per block, for the scan of CUB.
 inline constexpr int kScanBytes = 4352;
 
 // Radix sort.

@@ -27,7 +27,7 @@ SLEEP = 1_000_000
 """Clock cycles for which a GPU sleeps: half a millisecond, in which the host queues the call."""
 
 DOUBLINGS = 6
-"""Most doublings of the sleep, for a call that takes the host longer."""
+"""Maximum number of doublings of the sleep, for a call that takes the host longer."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torchkiln.testing import OpSpec, Sample, Traffic
 PIXELS = 28
 """Height and width of the images."""
 TOKENS, HEAD = 2048, 128
-"""Most tokens of a sequence, and most elements of a head."""
+"""Maximum number of tokens per sequence, and of elements per head."""
 CACHED = 256
 """Tokens of a sequence in a cache."""
 

@@ -23,7 +23,7 @@ from torchkiln.jit.compile.build import architecture_of
 
 TESTS = re.compile(r"^\s*(?:async\s+)?def test|^class Test", re.MULTILINE)
 MOST_TIMED = 200
-"""Most launches timed per kernel and grid."""
+"""Maximum number of timed launches per kernel and grid."""
 MOST_SHOWN = 8
 SLEEP_CYCLES = 100_000
 """Delay on the GPU before a timed kernel. The host queues kernel and events in less time, so that

@@ -13,7 +13,10 @@ Layouts = tuple[Placement, ...]
 
 
 def distributed(value: Any, mesh: DeviceMesh, placements: Layouts) -> Any:
-    """A DTensor with these placements, which plain tensors have already; other values unchanged."""
+    """A DTensor with these placements; values that are no tensors are returned unchanged.
+
+    A plain tensor is taken as the local part of such a DTensor.
+    """
     if isinstance(value, DTensor):
         is_there = value.placements == placements
         return value if is_there else value.redistribute(placements=placements, async_op=True)

@@ -1,4 +1,4 @@
-"""All findings, the device and kernel of each op that follow from them, and their output."""
+"""All findings, the device and kernel of each op that follow from these, and the printed report."""
 
 from __future__ import annotations
 

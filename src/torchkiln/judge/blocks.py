@@ -1,4 +1,4 @@
-"""Tensors in memory that the judge shares with the process of a candidate, and messages about them.
+"""Tensors in memory that judge and candidate share, and the messages between the two processes.
 
 Messages to a candidate are pickled. Messages from a candidate are JSON: unpickling runs code.
 """
@@ -22,7 +22,7 @@ POISON = 0xFF
 ALIGNMENT = 256
 LENGTH = struct.Struct("<Q")
 LONGEST = 1 << 24
-"""Most bytes of a message from a candidate."""
+"""Maximum number of bytes per message from a candidate."""
 
 
 @dataclass(frozen=True)

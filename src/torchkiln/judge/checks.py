@@ -1,4 +1,4 @@
-"""The questions that a judge asks about one candidate."""
+"""The checks that a judge runs on one candidate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The judge's end of a candidate's process: inputs, outputs, and the clock."""
+"""The judge's side of a candidate's process: sends inputs, receives outputs, reads the clock."""
 
 from __future__ import annotations
 

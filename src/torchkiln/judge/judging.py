@@ -22,9 +22,10 @@ READS, WRITES = "reads the reference", "writes to the judge's files"
 PR_SET_DUMPABLE = 4
 
 GPU_CALLS = 8
-"""Most calls between two readings of the clock: the exchange takes as long as many kernels."""
+"""Maximum number of calls between two readings of the clock: sending inputs to a process and
+reading its outputs takes as long as many kernels."""
 MOST_BYTES = 1 << 32
-"""Most bytes of GPU memory for these calls."""
+"""Maximum number of bytes of GPU memory for these calls."""
 
 PACKAGE = Path(__file__).parents[1]
 

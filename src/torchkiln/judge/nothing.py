@@ -1,4 +1,4 @@
-"""A candidate of the judge that computes nothing: its time is that of the exchange."""
+"""A candidate that computes nothing. Its time is that of sending inputs and returning outputs."""
 
 from __future__ import annotations
 

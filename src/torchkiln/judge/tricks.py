@@ -1,4 +1,4 @@
-"""Names for wrong results: which trick leaves such a difference."""
+"""Names the trick that explains how a wrong result differs from the truth."""
 
 from __future__ import annotations
 

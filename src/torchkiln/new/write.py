@@ -71,7 +71,7 @@ def write_folder(into: Path, made: dict[str, str]) -> list[Path]:
 
 
 def known(template: str) -> str:
-    """Returns the name of a template if there is one."""
+    """Returns the name of a template. Raises an error if there is no template of that name."""
     if template not in TEMPLATES:
         wanted = ", ".join(TEMPLATES)
         raise ValueError(f"{check.WHERE}: --template: got {template!r}, expected one of {wanted}")

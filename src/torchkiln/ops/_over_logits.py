@@ -1,4 +1,4 @@
-"""Backward of ``cross_entropy`` in Inductor's code: over the logits, if nothing reads them again.
+"""Inductor's code for backward of ``cross_entropy``: overwrites logits that nothing reads again.
 
 Forward saves the logits for backward. AOTAutograd lists the saved tensors that nothing outside of
 both graphs can read: they are neither inputs nor results, nor views of these.

@@ -1,4 +1,4 @@
-"""Two aliases of a tensor. The kernel that reads the gradients of both adds them."""
+"""Two aliases of a tensor. The next kernel in backward reads and adds the gradients of both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arguments of the modules in a call of the model, after which its state is restored."""
+"""Records the arguments of modules in a call of the model, and restores the model's state."""
 
 from __future__ import annotations
 

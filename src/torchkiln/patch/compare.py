@@ -22,7 +22,7 @@ SCALES = (1e-3, 1.0, 1e3, 1e5)
 
 @dataclass(frozen=True)
 class Comparison:
-    """Root mean square errors of both forwards, relative to the size of the result."""
+    """Root mean square errors of the old and the new forward, relative to the result's size."""
 
     dtype: torch.dtype
     was: float
@@ -43,7 +43,7 @@ class Comparison:
 
 
 def compare(match: Match, dtype: torch.dtype, device: torch.device) -> Comparison | str:
-    """Run both forwards on random numbers; returns the reason if one fails or they differ."""
+    """Runs the old and the new forward on random numbers; a reason if one fails or they differ."""
     calls = [(x, *match.others) for x in match.inputs]
     for args in calls:
         for scale in SCALES:
@@ -110,7 +110,7 @@ def has_same_layout(match: Match, args: tuple[Tensor, ...]) -> bool:
 def of_calls(
     module: nn.Module, plan: Plan, calls: list[tuple[Any, ...]], dtype: torch.dtype
 ) -> Comparison | str:
-    """Run both forwards on these calls, for a module that has its original class."""
+    """Runs the old and the new forward on these calls, for a module that has its original class."""
     device = next((x.device for args in calls for x in args if isinstance(x, Tensor)), None)
     truth = cast(module, torch.float64, device or torch.device("cpu"))
     errors: list[tuple[float, float]] = []

@@ -1,4 +1,4 @@
-"""The modules of a model that ``torchkiln.replace`` gives a new forward, and their rows."""
+"""The modules to which ``torchkiln.replace`` gives a new forward, and the rows of its report."""
 
 from __future__ import annotations
 

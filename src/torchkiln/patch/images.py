@@ -21,8 +21,9 @@ from torchkiln.patch.report import Replacement
 from torchkiln.patch.search import replaced_before
 
 LARGEST_DIFFERENCE = 0.1
-"""The largest difference of both forwards, relative to the result. Convolutions add in another
-order, and in TensorFloat-32 or half precision; elements in wrong places differ by about 1."""
+"""The largest difference between results of the old and the new forward, relative to the result.
+Convolutions add in another order, and in TensorFloat-32 or half precision. Elements in wrong places
+differ by about 1."""
 
 
 def found(

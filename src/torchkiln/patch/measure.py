@@ -17,7 +17,7 @@ Matches = Sequence[tuple[Replacement, nn.Module, Match]]
 
 
 def measure(matches: Matches, calls: Mapping[nn.Module, Given]) -> None:
-    """Runs both forwards of each module on the module's input in a call of the model."""
+    """Runs the old and the new forward of each module on its input in a call of the model."""
     for row, module, match in matches:
         args = calls[module].args if module in calls else ()
         floating = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
@@ -32,7 +32,7 @@ def measure(matches: Matches, calls: Mapping[nn.Module, Given]) -> None:
 
 @contextmanager
 def evaluated(module: nn.Module) -> Iterator[None]:
-    """A context in evaluation mode: dropouts would make the results of both forwards differ."""
+    """A context in evaluation mode: dropouts would make results of old and new forward differ."""
     training = {part: part.training for part in module.modules()}
     module.eval()
     try:

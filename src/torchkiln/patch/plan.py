@@ -114,7 +114,7 @@ class Plan(ABC):
 
 @dataclass(frozen=True)
 class Match:
-    """A plan for a module, with the inputs for a comparison of both forwards."""
+    """A plan for a module, with inputs to compare the old and the new forward."""
 
     plan: Plan
     copy: nn.Module

@@ -1,4 +1,4 @@
-"""Copies of a module with random parameters, and calls of them."""
+"""Copies of a module with random parameters, and calls of these copies."""
 
 from __future__ import annotations
 

@@ -162,10 +162,10 @@ class Replace:
                 up to their first side effect.
             example: a batch for the model: a tensor, a tuple of arguments, or a dict of keyword
                 arguments. The report has errors on the inputs that the modules get, and the times
-                of both forwards of each module, with backward if the model is in training mode and
-                gradients are on. Slower modules stay as they are, and so do all if the model is
-                not faster. Buffers and random states are restored. A model with convolutions of
-                images is also timed with its activations in ``channels_last``.
+                of the old and the new forward of each module, with backward if the model is in
+                training mode and gradients are on. Slower modules stay as they are, and so do all
+                if the model is not faster. Buffers and random states are restored. A model with
+                convolutions of images is also timed with its activations in ``channels_last``.
         """
         if isinstance(model, ModuleType):
             given = {

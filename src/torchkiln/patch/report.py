@@ -1,4 +1,4 @@
-"""The outcome of ``torchkiln.replace`` for each module, and its undo."""
+"""The report of ``torchkiln.replace``: the outcome for each module, and ``undo()``."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Replacement:
 
 
 def comparison(row: Replacement) -> str:
-    """The comparison of both forwards, as text."""
+    """The comparison of the old and the new forward, as text."""
     if row.bitwise is None:
         return ""
     if row.bitwise:
@@ -75,7 +75,7 @@ def verdict(row: Replacement) -> str:
 
 
 def cells(rows: list[Replacement]) -> tuple[str, ...]:
-    """The printed line of a group of equal rows: largest error, sum of times."""
+    """The cells of the line for rows of equal was, now and verdict: largest error, sum of times."""
     worst = max(rows, key=lambda row: row.error_now or 0.0)
     errors = times = ""
     if worst.error_was is not None and worst.error_now is not None:

@@ -1,4 +1,4 @@
-"""The search for the plan of a module."""
+"""Searches for an op that computes the same as a module; the result is a plan or a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times both forwards of each module, and of the model, on a real batch; keeps the faster ones."""
+"""Times old and new forwards of modules and the model on a real batch; keeps the faster ones."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class Trial:
         return now < was
 
     def times(self, module: nn.Module, given: Given) -> list[float]:
-        """Seconds of both forwards of a module."""
+        """Seconds of the old and of the new forward of a module."""
         step = Step(module, given)
 
         def put(cls: type[nn.Module]) -> None:

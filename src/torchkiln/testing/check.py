@@ -1,4 +1,4 @@
-"""Checks, and the table of checks that the modules of the contract fill."""
+"""A check of the contract, and the table of checks, filled by torchkiln.testing.contract."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@
 
 namespace torchkiln::cpu::TORCHKILN_ISA {
 
-// Most elements per run.
+// Maximum number of elements per run.
 inline constexpr int64_t kRun = 512;
 
 /// A position in the iteration space of a layout, and its offset in each operand.

@@ -6,8 +6,8 @@
 
 namespace torchkiln {
 
-/// Most dimensions after merging. In practice, operands with more than eight dimensions that cannot
-/// be merged do not occur; the tensor layer copies them.
+/// Maximum number of dimensions after merging. The tensor layer copies operands with more
+/// dimensions that cannot be merged; in practice there are none.
 inline constexpr int kMaxRank = 8;
 
 /// The iteration space of an elementwise op, ordered by the memory layout of its first output:

@@ -29,9 +29,9 @@ struct ClassTarget {
 ///   mass = (sum of q + 2 * z_loss * w * lse) * exp(log_sum_exp - lse), 0 if the row is ignored
 /// The last factor of mass compensates for the rounding of lse to log_sum_exp, which would show for
 /// large logits.
-/// With is_logprob, `loss` is -1 times this number for the logits times `scale`: the logarithm of
-/// the probability of the target class. The target then is an index, without class weights and
-/// smoothing, and z_loss is 0.
+/// With is_logprob, the logits are first multiplied by `scale`, and the result `loss` is -1 times
+/// the loss above: the logarithm of the probability of the target class. The target then is an
+/// index, without class weights and smoothing, and z_loss is 0.
 struct CrossEntropy {
   const void* logits;  // [rows, classes], classes adjacent
   Dtype dtype;
@@ -59,9 +59,10 @@ struct CrossEntropy {
   void* entropy = nullptr;
 };
 
-/// grad_logits = scale * (mass * exp(logits - log_sum_exp) - q), 0 if the row is ignored; scale is
-/// the row's grad, divided by `divisor` if that is not null.
-/// With is_logprob, z = factor * logits and p = mass * exp(z - log_sum_exp):
+/// The gradient of the logits, 0 if the row is ignored:
+///   grad_logits = grad / divisor * (mass * exp(logits - log_sum_exp) - q)
+/// with q of ClassTarget, and mass and log_sum_exp that CrossEntropy has computed for the row. With
+/// is_logprob, where z = factor * logits and p = mass * exp(z - log_sum_exp):
 ///   grad_logits = factor * (grad * (q - p) - grad_entropy * p * (z - log_sum_exp + entropy))
 struct CrossEntropyBackward {
   const void* grad;  // [rows] of grad_dtype

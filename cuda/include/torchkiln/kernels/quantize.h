@@ -12,8 +12,8 @@ namespace torchkiln {
 inline constexpr int kScaledElements = 128;
 
 /// Writes matrices in E4M3, one byte per element, and scales in float32: x = data * scale. A scale
-/// is the smallest power of two that brings its finite elements to at most 448, and 1 if they are
-/// all 0. NaN and infinities become the byte 0x7f, a NaN.
+/// is the smallest power of two that brings the finite elements of its block to at most 448, and 1
+/// if these are all 0. NaN and infinities become the byte 0x7f, a NaN.
 ///
 /// x is [rows, columns] in float32, float16 or bfloat16 or, if x_scale is not null, itself E4M3
 /// with a scale for each 128 elements of a row.

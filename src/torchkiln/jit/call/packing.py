@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from torchkiln.jit.call.signature import Signature
 
 MAX_GRID = (2**31 - 1, 65535, 65535)
-"""Most blocks along x, y, z."""
+"""Maximum number of blocks along x, y, z."""
 MAX_BLOCK = (1024, 1024, 64)
-"""Most threads along x, y, z; a block has at most 1024 threads in total."""
+"""Maximum number of threads along x, y, z. A block has at most 1024 threads in total."""
 INTEGER_RANGES = {
     dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
     for dtype in NUMBERS

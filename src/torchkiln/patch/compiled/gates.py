@@ -22,7 +22,7 @@ FUNCTIONS = ("silu", "gelu", "sigmoid", "tanh", "erf", "exp", "relu", "square", 
 
 
 def rewrite(facts: Facts, wanted: Wanted) -> list[str]:
-    """Replaces gated units and activations; returns the names of the ops."""
+    """Replaces gated units and activations; returns the names of the new ops."""
     made: list[str] = []
     for node in list(facts.graph.nodes):
         if is_call(node) and node.users and name_of(node) in FUNCTIONS:

@@ -23,7 +23,7 @@ CASTS = ("float", "to")
 
 
 def rewrite(facts: Facts, wanted: Wanted) -> list[str]:
-    """Replaces the losses; returns the names of the ops."""
+    """Replaces the losses; returns the names of the new ops."""
     nodes = [node for node in facts.graph.nodes if node.target is F.cross_entropy]
     return [name for node in nodes for name in loss_at(facts, node, wanted)]
 
@@ -79,7 +79,7 @@ def alone(
     call: tuple[tuple[fx.Node, fx.Node, fx.Node | None], dict[str, Any]],
     wanted: Wanted,
 ) -> list[str]:
-    """Replaces a loss without its linear layer; the op reads the logits before their cast."""
+    """Replaces a loss, but not the layer that makes the logits, which the op reads uncast."""
     (logits, target, weight), options = call
     if not wanted("cross_entropy", value_of(logits)):
         return []

@@ -43,7 +43,7 @@ def is_call(node: fx.Node) -> bool:
 
 
 def rewrite(facts: Facts, wanted: Wanted) -> list[str]:
-    """Replaces the norms of a graph; returns the names of the ops."""
+    """Replaces the norms of a graph; returns the names of the new ops."""
     made: list[str] = []
     for node in list(facts.graph.nodes):
         is_norm = node.target in CALLS or name_of(node) in REDUCTIONS

@@ -33,7 +33,7 @@ class Turned(NamedTuple):
 
 
 def rewrite(facts: Facts, wanted: Wanted) -> list[str]:
-    """Replaces rotations of queries and keys; returns the names of the ops."""
+    """Replaces rotations of queries and keys; returns the names of the new ops."""
     made: list[str] = []
     known: list[list[Turned]] = []
     for node in list(facts.graph.nodes):

@@ -1,4 +1,4 @@
-"""The axes of the dimensions of a recorded tensor."""
+"""The axes that each dimension of a tensor runs over, in a recorded call of a module."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ READS_ALL = frozenset(("locals", "vars", "eval", "exec", "dir", "globals"))
 
 
 class Fed(NamedTuple):
-    """A parameter of a forward that only layers read; the forward reads its shape at most."""
+    """An argument that only layers read; the forward itself reads at most the argument's shape."""
 
     parameter: str
     is_first: bool
@@ -230,7 +230,7 @@ class Inline(OwnScope, ast.NodeTransformer):
 
 
 def fed_parameter(node: ast.FunctionDef) -> Fed | None:
-    """The first parameter passed to submodules, if the forward itself reads only its shape.
+    """The first argument passed to submodules, if the forward itself reads at most its shape.
 
     The submodules may be methods.
     """

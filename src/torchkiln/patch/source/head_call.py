@@ -1,4 +1,4 @@
-"""A call of a head whose result is computed later, in the modes of the call."""
+"""A call of the layer that makes the logits, computed later in the modes of the call."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def taken(layer: Any, x: Any) -> tuple[Tensor, Tensor | None] | None:
 
 
 def compared(layer: nn.Linear, act: Any, dtype: torch.dtype, device: torch.device) -> Comparison:
-    """The errors of both forwards, for a layer of the same kind with random numbers."""
+    """The errors of the old and the new forward, for a layer like this with random numbers."""
     columns, rows = min(layer.in_features, SIZE), min(layer.out_features, SIZE)
     x, weight = numbers(8, columns), numbers(rows, columns, seed=1) / columns**0.5
     x, weight = x.to(device, dtype), weight.to(device, dtype)

@@ -67,7 +67,7 @@ class Rewritten(Plan):
     """The names of norms, and of the modules that read their results in FP8."""
     function: Callable[..., Any] = field(init=False, repr=False, compare=False)
     reads: Fed | None = field(init=False, repr=False, compare=False)
-    """The parameter that only layers of the module read."""
+    """The argument of the forward that only layers of the module read."""
 
     @property
     def kind(self) -> str:  # type: ignore[override]

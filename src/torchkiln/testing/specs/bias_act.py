@@ -28,13 +28,14 @@ SHAPES: Mapping[str, tuple[int, ...]] = (
 
 
 def away_from_zero(x: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """``x`` with signs such that x * scale has the sign of bias.
+    """``x`` with values such that x * scale + bias is not close to 0.
 
     relu has no derivative at 0, and two correct implementations may round to different sides of 0
     where the sum nearly cancels.
     """
     direction = torch.where(bias.double() < 0, -1.0, 1.0) * (1 if scale >= 0 else -1)
-    # Every third element of x has the opposite sign of the bias, and is larger than it.
+    # A third of the products x * scale have the opposite sign of the bias, and more than twice its
+    # magnitude. The other products have the sign of the bias.
     third = torch.arange(x.numel(), device=x.device).reshape(x.shape) % 3 == 0
     outdone = -(2 * bias.double().abs() / abs(scale) + x.double().abs() + 0.25)
     return (direction * torch.where(third, outdone, x.double().abs() + 0.25)).to(x.dtype)

@@ -238,7 +238,7 @@ def backward_traffic(sample: Sample) -> Traffic:
 
 
 def invalid(device: torch.device) -> Iterator[Invalid]:
-    """Calls with targets that do not match x, and with numbers out of range."""
+    """Calls with weights or targets that do not match x, and with numbers out of range."""
     x, weight = torch.ones(2, 4, device=device), torch.ones(3, 4, device=device)
     target = torch.tensor([1, 2], device=device)
     overload = torch.ops.torchkiln.linear_cross_entropy.default
