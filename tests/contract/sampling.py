@@ -3,9 +3,9 @@
 A day's sample has every quick check of the ops. Slow and large checks run for one op in twelve, the
 longest checks that trace for one op in four, in one dtype. Forms, such as an in-place op, have a
 quarter of their quick checks. Checks whose code differs little between dtypes run in float32 and
-one other, on a CPU for one op in four. Of the values of a parameter that ``pytest.mark.rotates``
-names, one in ``count`` runs. Days rotate: twelve successive days run every case. ``--full`` runs
-all cases, ``--shard=I/N`` each N-th test from the I-th on.
+one other. Of the values of a parameter that ``pytest.mark.rotates`` names, one in ``count`` runs.
+Days rotate: twelve successive days run every case. ``--full`` runs all cases, ``--shard=I/N`` each
+N-th test from the I-th on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchkiln.testing.contract import CHECKS
 
 DAYS = 12
 QUARTER = 4
-"""Period in days of quick checks of forms, of checks that trace, and of the dtypes below."""
+"""Period in days of quick checks of forms, and of checks that trace."""
 TRACING = ("compile_aot_eager", "no_recompilation_storm", "opcheck", "opcheck_helpers")
 """Similar daily checks: checkpointed compiles each op, meta_and_fake calls it without data."""
 IN_ONE_DTYPE = ("compile_aot_eager", "opcheck", "opcheck_helpers")
@@ -70,18 +70,16 @@ def in_sample(case: testing.Case, day: int) -> bool:
     # Large checks rotate among the ops that have a large sample.
     op = [s for s in specs if s.large or not case.check.large].index(case.spec)
     days = period(case)
-    number = op + list(CHECKS).index(case.check.name) + day
-    if number % days:
+    if (op + list(CHECKS).index(case.check.name) + day) % days:
         return False
+    turn = op + day // days
     if days < DAYS and case.check.name in IN_ONE_DTYPE:
         dtypes = [dtype for dtype in case.check.dtypes if dtype in case.spec.dtypes]
-        return case.dtype == dtypes[(op + day // days) % len(dtypes)]
-    on_cpu = case.device.type == "cpu"
-    some = IN_SOME_DTYPES_ON_CPU if on_cpu else IN_SOME_DTYPES
+        return case.dtype == dtypes[turn % len(dtypes)]
+    some = IN_SOME_DTYPES_ON_CPU if case.device.type == "cpu" else IN_SOME_DTYPES
     if case.check.name in some and case.dtype != torch.float32:
-        days = QUARTER if on_cpu else days
         others = [dtype for dtype in case.check.dtypes if dtype != torch.float32]
-        return number % days == 0 and case.dtype == others[(op + day // days) % len(others)]
+        return case.dtype == others[turn % len(others)]
     return True
 
 
