@@ -6,7 +6,6 @@ fuzz_summary.jsonl of `torchkiln bench --fuzz --out`. Pages have these blocks:
     <!-- results:NAME -->           large calls of a run, and its pictures
     <!-- results:NAME add relu -->  large calls of these ops beside their peers
     <!-- headlines -->              the calls in HEADLINES, and those in LOSSES
-    <!-- slowest -->                the ten calls of all runs that lose most to a peer
     <!-- random -->                 the slowest ten of random calls beside torch, and the counts
     <!-- models:TABLE -->           whole models, by docs/measured_models.py
     <!-- steps:TOPIC -->            the kernels of a page in docs/learn, and their times
@@ -35,7 +34,7 @@ from torchkiln.bench.report import duration, size, skips
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(
-    r"<!-- (?P<kind>results|ops|steps|models|headlines|slowest|random)"
+    r"<!-- (?P<kind>results|ops|steps|models|headlines|random)"
     r"(?::(?P<name>\w+))?(?P<ops>(?: \w+)*) -->\n"
     r"(?:.*?)(?P<end><!-- /(?P=kind)(?::(?P=name))? -->)",
     re.DOTALL,
@@ -149,27 +148,6 @@ def headlines(files: dict[str, Path]) -> str:
     return "\n".join([*lines, ""])
 
 
-def slowest(files: dict[str, Path], count: int = 10) -> str:
-    """The calls with the smallest speed-up over the fastest peer, those that lose most first."""
-    found = [
-        (row.speedup, name, row)
-        for name, path in files.items()
-        for row in read(path).rows
-        if row.kind in ("calls", "sweep", "rows") and row.speedup is not None
-    ]
-    found.sort(key=lambda entry: entry[:2])
-    lines = ["| call | run | time | ceiling | beside the fastest peer |", "|---|---|---:|---:|---|"]
-    for speedup, name, row in found[:count]:
-        call = f"`{row.op}` {row.direction}, {row.shape[0]} x {row.shape[1]}, {row.dtype}"
-        variant = f", {row.variant}" if row.variant else ""
-        share = "" if row.share is None else f"{row.share:.0%}"
-        lines.append(
-            f"| {call}{variant} | {name} | {duration(row.ours.seconds)} | {share} | "
-            f"{speedup:.2f} x {row.best_peer} |"
-        )
-    return "\n".join([*lines, ""])
-
-
 def random_calls(results: Path, count: int = 10) -> str:
     """The random calls that lose most to eager torch, and how many do."""
     lines: list[str] = []
@@ -206,8 +184,6 @@ def written(page: str, files: dict[str, Path]) -> str:
             text = measured_models.table(name)
         elif match["kind"] == "headlines":
             text = headlines(files)
-        elif match["kind"] == "slowest":
-            text = slowest(files)
         elif match["kind"] == "random":
             text = random_calls(next(iter(files.values())).parent)
         elif ops:

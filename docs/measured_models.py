@@ -27,7 +27,7 @@ BATCH_NORMS = {
 }
 
 PARALLEL, BY_MODULES, FP8 = "h200_parallel.jsonl", "h200_modules.jsonl", "h200_fp8.jsonl"
-STEPS = "h200_models.jsonl"
+STEPS, ZOO = "h200_models.jsonl", "h200_zoo.jsonl"
 BACKEND = '`torch.compile(backend="torchkiln")`'
 FORMS = {
     "eager": "eager",
@@ -202,6 +202,19 @@ def models() -> Iterator[str]:
         yield f"| {own['eager']['title']}, {commit} | {' | '.join(cells)} |"
 
 
+def zoo() -> Iterator[str]:
+    """Models of images: how many times as fast ``replace(model, example=batch)`` makes them."""
+    yield "| mode | batch | cells | times as fast, geometric mean | least | most |"
+    yield "|---|---:|---:|---:|---:|---:|"
+    gains: dict[tuple[str, str], list[float]] = {}
+    for row in sorted(rows(ZOO), key=lambda row: (row["mode"], row["batch"])):
+        for key in ((row["mode"], str(row["batch"])), ("all", "")):
+            gains.setdefault(key, []).append(row["gain"])
+    for (mode, batch), found in sorted(gains.items(), key=lambda one: one[0][0] == "all"):
+        cells = (len(found), *map("{:.2f}".format, (statistics.geometric_mean(found), min(found))))
+        yield f"| {mode} | {batch} | {' | '.join(map(str, cells))} | {max(found):.2f} |"
+
+
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "engines": engines,
     "batch_norms": batch_norms,
@@ -210,6 +223,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "llama": lambda: fp8(SHORT),
     "steps": llama,
     "models": models,
+    "zoo": zoo,
 }
 
 

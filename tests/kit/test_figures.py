@@ -116,18 +116,6 @@ def test_another_signature_is_noticed(figures: ModuleType, page: list[str], tmp_
     assert figures.main(["--check", *page]) == 1
 
 
-def test_calls_that_lose_most_stand_first(figures: ModuleType) -> None:
-    """The table has the ten smallest speed-ups of all records, in ascending order."""
-    files = {path.stem: path for path in (ROOT / "docs" / "results").glob("*.json")}
-    records = [bench.Record.read(path) for path in files.values()]
-    rows = [
-        row for record in records for row in record.rows if row.kind in ("calls", "sweep", "rows")
-    ]
-    least = sorted(row.speedup for row in rows if row.speedup is not None)[:10]
-    lines = figures.slowest(files).splitlines()[2:]
-    assert [line.rsplit("|", 2)[1].split()[0] for line in lines] == [f"{s:.2f}" for s in least]
-
-
 def test_random_calls_that_lose_are_counted(figures: ModuleType, tmp_path: Path) -> None:
     calls = [
         fuzz.Timed(f"1:{n}", "relu", "", "forward", "", 8, 1e-4, eager, None, None, f"relu({n})")
