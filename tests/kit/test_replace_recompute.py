@@ -149,6 +149,50 @@ def test_a_hook_that_changes_the_product() -> None:
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
+class SparseDown(nn.Linear):
+    """A layer that saves a tensor without storage."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.detach().to_sparse()
+        return torch.sparse.mm(weight, x.flatten(0, -2).t()).t().reshape(*x.shape[:-1], -1)
+
+
+class Accumulating(torch.autograd.Function):
+    """A product that adds the weight's gradient to an attribute of the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Any) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        x, weight = ctx.saved_tensors
+        weight.main_grad.add_(grad.flatten(0, -2).t() @ x.flatten(0, -2))
+        return grad @ weight, None
+
+
+class AccumulatingDown(nn.Linear):
+    """A layer whose backward needs the parameter itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Accumulating.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        return y
+
+
+@pytest.mark.parametrize("cls", [SparseDown, AccumulatingDown])
+def test_layers_of_other_classes_save_what_they_save(cls: type[nn.Linear]) -> None:
+    net, x = Gated(), torch.randn(4, 16)
+    net.down = cls(40, 16, bias=False)
+    found = []
+    for options in ({}, {"recompute": True}):
+        made: Any = replaced(net, **options)
+        made.down.weight.main_grad = torch.zeros(16, 40)
+        made(x).square().sum().backward()
+        found.append([made.down.weight.main_grad, made.gate.weight.grad, made.up.weight.grad])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
 def test_a_changed_factor_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     factors: list[Tensor] = []
     take = gated_plan.Gated.factors

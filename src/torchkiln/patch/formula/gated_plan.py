@@ -14,8 +14,10 @@ from torchkiln.nn.plain import attribute, has_hooks
 from torchkiln.ops._folding import PLAIN, is_transformed
 from torchkiln.ops.gated import geglu, swiglu
 from torchkiln.ops.quantize import Quantized
+from torchkiln.patch.formula.linear import WideLinear
 from torchkiln.patch.formula.proven import ProvenPlan, is_ordered
 from torchkiln.patch.fp8 import gated_in_fp8, is_in_fp8, is_quantizable, take_pair
+from torchkiln.patch.plan import plan_of
 from torchkiln.patch.recompute import Recomputed, Saved, saved
 from torchkiln.patch.source.shared import shared
 from torchkiln.typing import Gate
@@ -130,7 +132,19 @@ class Gated(ProvenPlan):
             and not is_transformed()
             and all(type(one) in PLAIN for one in tensors)
             and all(is_idle(submodule(module, name)) for name in self.before)
+            and saves_its_input(submodule(module, self.down))
         )
+
+
+def saves_its_input(down: Any) -> bool:
+    """Whether a layer is torch's linear layer, or one with our forward, and nothing else.
+
+    Hooks for saved tensors would change what other code gets back: of a parameter that it saves
+    they return the values only.
+    """
+    is_own = type(down) is nn.Linear or isinstance(plan_of(down), WideLinear)
+    is_plain = is_own and "forward" not in vars(down) and not has_hooks(down)
+    return is_plain and type(attribute(down, "weight")) in PLAIN
 
 
 def is_idle(dropout: Any) -> bool:
