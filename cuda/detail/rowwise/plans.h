@@ -164,7 +164,8 @@ inline PartPlan make_part_plan(int64_t rows, int64_t columns, int lanes, int vec
   const int64_t resident = int64_t{device.multiprocessors} * blocks;
   const int64_t least = ceil_div(all, int64_t{kPartThreads} * vectors);
   const int64_t most = std::max(least, ceil_div(all, kPartThreads));
-  // Half of the resident blocks reduce, the even ones: cut rows so that each of them has a part.
+  // The even blocks, half of the resident ones, reduce (parts.cuh). Rows are cut into a part for
+  // each even block, if that is between least and most.
   const int64_t parts = std::clamp(ceil_div(resident / 2, rows), least, most);
   return {static_cast<int>(parts), rows * parts, parts + resident / 2};
 }

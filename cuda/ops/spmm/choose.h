@@ -141,8 +141,8 @@ inline SpmmPlan choose(const Spmm& p) {
   return plan;
 }
 
-/// The loads of a group of kLanes threads in flight: kSteps vectors per thread for each of kUnroll
-/// entries.
+/// The loads that a group of kLanes threads has in flight: each thread loads kSteps vectors for
+/// each of kUnroll entries.
 struct Narrow {
   static constexpr int kLanes = 8, kUnroll = 8, kSteps = 1;
 };

@@ -105,7 +105,8 @@ def join(parts: Tensor, ignored: Tensor, z_loss: float) -> Rows:
         weight = parts[:, WEIGHT].sum(0).masked_fill(ignored, 0)
     else:
         weight = ignored.logical_not().to(parts.dtype)
-    # The loss of a row: the sum of q * (log_sum_exp - logits), from sums per shard.
+    # The loss of a row is the sum over its classes of q * (log_sum_exp - logits), with the target
+    # distribution q. Of each shard, mass is the sum of q, BELOW that of q * (logits - maximum).
     loss = (mass * (log_sum - distance) - parts[:, BELOW]).sum(0)
     factor = mass.sum(0)
     if z_loss:

@@ -24,9 +24,10 @@ BLOCK = 128
 
 
 def holds_blocks(tensor: Any, size: Any) -> bool:
-    """Whether each device of a tensor's mesh gets whole blocks of so many elements.
+    """Whether ``size`` elements are whole blocks on each device of a tensor's mesh.
 
-    Every dimension of the mesh may shard them. False without a mesh, whose size is then unknown.
+    All dimensions of the mesh may shard them. False without a mesh: then the number of devices is
+    not known.
     """
     mesh = getattr(tensor, "mesh", None)
     return mesh is not None and size % (BLOCK * mesh.size()) == 0

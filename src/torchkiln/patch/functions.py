@@ -227,7 +227,7 @@ def replacement(
 
 
 def functions_of(function: FunctionType, depth: int = 3) -> Iterator[FunctionType]:
-    """A function, and the functions of its module that it calls."""
+    """A function, and the functions of users among the globals that it names, ``depth`` deep."""
     yield function
     called = [function.__globals__.get(name) for name in names_of(function)] if depth else []
     for other in called:

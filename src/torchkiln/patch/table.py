@@ -48,7 +48,7 @@ class Timed(NamedTuple):
 
     @property
     def is_ours(self) -> bool:
-        """Whether the op is faster than Inductor's code."""
+        """Whether Inductor's code takes at least ``LEAST_GAIN`` times as long as the op."""
         return self.compiled >= LEAST_GAIN * self.ours
 
 

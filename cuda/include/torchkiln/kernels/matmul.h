@@ -78,8 +78,8 @@ namespace cuda {
 /// the caller can call cuBLAS; otherwise `library` is never returned.
 TORCHKILN_EXPORT MatmulKernel choose(const Matmul& arguments, bool has_library);
 
-/// Runs on the current device, queued on `stream`, with a kernel that choose() returned. k is not
-/// split over blocks, so results are bitwise reproducible.
+/// Computes the product on the current device, queued on `stream`, with a kernel that choose()
+/// returned, but not `library`. k is not split over blocks, so results are bitwise reproducible.
 TORCHKILN_EXPORT Status matmul(const Matmul& arguments, MatmulKernel kernel, CUstream_st* stream);
 
 /// Whether one kernel for a product and a gate takes less time on the current device, as measured,

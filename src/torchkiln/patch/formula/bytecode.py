@@ -165,7 +165,7 @@ NAMED = ("LOAD_FAST", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")
 
 
 def is_fixed(value: object) -> bool:
-    """Whether a global is a class, a dtype, or a function that only looks at its arguments."""
+    """Whether a global is a class, a dtype, or a function in ``PURE``."""
     return isinstance(value, (type, torch.dtype)) or value in PURE
 
 

@@ -50,7 +50,7 @@ PRODUCTS = ("add", "sub", "mul")
 
 
 class Bilinear(DispatchMode):
-    """Refuses ops that a rotation does not have, and tensors that are no arguments."""
+    """Refuses ops that no rotation needs, and tensors that are neither arguments nor results."""
 
     def __init__(self, given: Sample) -> None:
         super().__init__()

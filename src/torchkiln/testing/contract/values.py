@@ -63,7 +63,7 @@ FEW = 3
 def rounded_to_nearest(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
     """Results of half precision are rounded to the nearest number: their mean error is near zero.
 
-    The formula may be off by one step either way, but not always in the same direction.
+    A single result may be off by one step, because intermediate results are rounded, too.
     """
     info = torch.finfo(dtype)
     judged = 0

@@ -67,7 +67,7 @@ def inputs(log: bool, device: torch.device, dtype: torch.dtype) -> Iterator[Samp
     both = mask("mask", (5, 6), device)
     both[:, 0] = True
     yield Sample("causal and mask", (x, 2), {"causal": True, "mask": both})
-    # So many elements that opcheck skips the sample: it would report NaN as a difference.
+    # Enough elements that opcheck skips the sample: it would report NaN as a difference.
     none = mask("mask", (9, 21), device)
     none[3] = False
     yield Sample("a row without any", (values(9, 21), 1), {"mask": none})

@@ -95,7 +95,7 @@ def inputs(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         yield Sample(
             f"to {out}, none", (x, probabilities(x)), {"loss_dtype": out, "reduction": "none"}
         )
-    # So many elements that opcheck skips the sample: it would report NaN as a difference.
+    # Enough elements that opcheck skips the sample: it would report NaN as a difference.
     yield Sample("all ignored", (x, torch.full_like(classes(x), -100)), {"label_smoothing": 0.1})
 
 

@@ -33,7 +33,7 @@ class Shard:
     """The number of classes of all shards."""
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The part of logits, or of numbers per class."""
+        """The classes of this shard, of logits or of a vector with a number per class."""
         return tensor[..., self.first : self.end]
 
 

@@ -274,7 +274,8 @@ LINEAR = OpSpec(
     composite=linear_composite,
     magnitude=linear_magnitude,
     gradient_magnitude=linear_gradient_magnitude,
-    # The gradient of the activation's argument is rounded before it is multiplied.
+    # Not because of a rounded output: backward rounds the gradient of the activation's argument
+    # before it multiplies it by weight and x.
     output_sensitivity=linear_gradient_magnitude,
     intermediate_sensitivity=linear_intermediate_sensitivity,
     inputs=linear_inputs,

@@ -33,7 +33,7 @@ GATES = ("silu", "gelu", "gelu_tanh")
 def call(
     name: str, x: Tensor, hidden: int, out: int, *options: str, has_bias: bool, halves: int
 ) -> Sample:
-    """A call with weights whose rows have a length of about 1."""
+    """A call with random weights whose rows have a Euclidean norm of about 1."""
     device, dtype, terms = x.device, x.dtype, x.shape[-1]
     up = normal("up", (halves * hidden, terms), device, torch.float64) / max(terms, 1) ** 0.5
     down = normal("down", (out, hidden), device, torch.float64) / max(hidden, 1) ** 0.5
