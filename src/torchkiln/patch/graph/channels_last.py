@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -22,6 +22,25 @@ from torchkiln.patch.plan import SAVED, Plan
 from torchkiln.patch.probe import usual_modes
 
 
+def strides_of(shape: Iterable[int]) -> tuple[int, ...]:
+    """The strides of a new contiguous tensor, also in dimensions of size 1."""
+    strides, step = [], 1
+    for size in reversed(tuple(shape)):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def is_in_order(x: Tensor) -> bool:
+    """Whether a tensor has these strides; ``is_contiguous()`` ignores dimensions of size 1."""
+    return x.is_contiguous() and x.stride() == strides_of(x.shape)
+
+
+def in_order(x: Tensor) -> Tensor:
+    """A tensor with these strides: a copy, if it has others."""
+    return x if is_in_order(x) else x.clone(memory_format=torch.contiguous_format)
+
+
 class Converted(torch.autograd.Function):
     """A tensor in ``channels_last``, whose gradient is contiguous, as without."""
 
@@ -37,7 +56,7 @@ class Converted(torch.autograd.Function):
     @staticmethod
     def backward(_: Any, grad: Tensor) -> Tensor:
         """The gradient of the tensor."""
-        return grad.contiguous()
+        return in_order(grad)
 
 
 def converted(x: Tensor) -> Tensor:
@@ -51,13 +70,13 @@ def converted(x: Tensor) -> Tensor:
 def given_back(result: Any) -> Any:
     """A result as the original forward returns it."""
     if isinstance(result, Tensor):
-        return result.contiguous()
-    return tree_map_only(Tensor, Tensor.contiguous, result)
+        return in_order(result)
+    return tree_map_only(Tensor, in_order, result)
 
 
 def is_image(x: Any) -> bool:
     """Whether a value is a contiguous tensor of four dimensions."""
-    return type(x) is Tensor and x.dim() == 4 and x.is_floating_point() and x.is_contiguous()
+    return type(x) is Tensor and x.dim() == 4 and x.is_floating_point() and is_in_order(x)
 
 
 @dataclass(frozen=True)

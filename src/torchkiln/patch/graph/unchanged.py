@@ -124,6 +124,11 @@ def place_of(module: nn.Module, path: Path) -> dict[str, Any] | None:
     return next((place for place in places if path[-1] in place), None)
 
 
+def forget(module: nn.Module) -> None:
+    """Remove the conditions of a model, which hold its parts."""
+    vars(module).pop(KEPT, None)
+
+
 def is_unchanged(module: nn.Module, reads: Reads, children: Children) -> bool:
     """Whether a model is the one that was traced, and has no hooks."""
     if _has_any_global_hook():
