@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -111,3 +112,122 @@ def test_a_trial_leaves_no_conditions(
     model(images())
     report.undo()
     assert not any(KEPT in vars(part) for part in model.modules())
+
+
+def act(x: Tensor) -> Tensor:
+    return F.relu(x)
+
+
+def flat(x: Tensor) -> Tensor:
+    """A function that raises for images in ``channels_last``."""
+    return 2 * x.view(-1).view(x.shape)
+
+
+class Base(nn.Module):
+    """A module with a helper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3)
+
+    def helper(self, x: Tensor) -> Tensor:
+        return x + 1
+
+    @staticmethod
+    def shifted(x: Tensor) -> Tensor:
+        return x - 1
+
+
+class Child(Base):
+    """A module that calls functions and methods."""
+
+    def helper(self, x: Tensor) -> Tensor:
+        return super().helper(2 * x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return act(self.shifted(self.helper(self.conv(x))))
+
+
+class Net(nn.Module):
+    """A model with a module of users."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.child = nn.Conv2d(3, 4, 3), Child()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.child(self.conv(x))
+        return y
+
+
+def second(_: nn.Module, x: Tensor) -> Tensor:
+    return flat(x)
+
+
+Patch = pytest.MonkeyPatch
+
+CHANGES: dict[str, Callable[[Net, Patch], None]] = {
+    "forward of a child's class": lambda _, p: p.setattr(Child, "forward", second),
+    "forward of the model's class": lambda _, p: p.setattr(Net, "forward", second),
+    "method": lambda _, p: p.setattr(Child, "helper", second),
+    "method of a base": lambda _, p: p.setattr(Base, "helper", second),
+    "static method": lambda _, p: p.setattr(Base, "shifted", staticmethod(flat)),
+    "new method": lambda _, p: p.setattr(Child, "shifted", staticmethod(flat), raising=False),
+    "call": lambda _, p: p.setattr(Child, "__call__", second, raising=False),
+    "code of a method": lambda _, p: p.setattr(Base.helper, "__code__", two_arguments.__code__),
+    "code of a function": lambda _, p: p.setattr(act, "__code__", flat.__code__),
+    "function": lambda _, p: p.setitem(globals(), "act", flat),
+    "method of an instance": lambda m, _: vars(m.child).update(helper=flat),
+    "part of a convolution": lambda m, _: vars(m.child.conv).update(_conv_forward=convolved),
+}
+
+
+def two_arguments(_: nn.Module, x: Tensor) -> Tensor:
+    return 2 * x.view(-1).view(x.shape)
+
+
+def convolved(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.conv2d(flat(x), weight, bias)
+
+
+@pytest.mark.parametrize("is_called", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_code_that_changes_later(change: str, is_called: bool, monkeypatch: Patch) -> None:
+    """The original forward runs the new code."""
+    model = Net().double()
+    twin = copy.deepcopy(model)
+    assert replaced(model)["channels_last"].changed
+    if is_called:
+        model(images())
+    for one in (model, twin):
+        CHANGES[change](one, monkeypatch)
+    x = images()
+    torch.testing.assert_close(model(x), twin(x), rtol=0, atol=0)
+    if "instance" not in change and "convolution" not in change:
+        monkeypatch.undo()
+        assert vars(model)[KEPT] is None
+        model(x)
+        assert vars(model)[KEPT] is not None
+
+
+NAMELESS: tuple[Callable[[Tensor], Tensor], ...] = (lambda x: x + 1,)
+nameless = NAMELESS[0]
+
+
+class Nameless(Pooled):
+    """A model that calls a function that no name leads to."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nameless(super().forward(x))
+
+
+def test_functions_without_a_name() -> None:
+    reason = replaced(Nameless().double())["channels_last"].reason
+    assert reason.endswith("no name leads to <lambda>, which it calls")
+
+
+def test_convolutions_with_a_method_of_their_own() -> None:
+    model = Net().double()
+    vars(model.child.conv).update(_conv_forward=convolved)
+    reason = replaced(model)["channels_last"].reason
+    assert reason == "its _conv_forward is an attribute of the instance"

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from torchkiln.ops._folding import PLAIN, is_transformed
 from torchkiln.patch.formula.reads import Reads
 from torchkiln.patch.formula.terms import NoFormulaError
+from torchkiln.patch.graph.definitions import Ran
 from torchkiln.patch.graph.flat import flat_trace, is_leaf
 from torchkiln.patch.graph.strides import why_not_free
 from torchkiln.patch.graph.unchanged import Children, is_unchanged
@@ -93,6 +94,8 @@ class ChannelsLast(Plan):
     reads: Reads
     """The attributes that the model's forwards read, and the classes of its modules."""
     children: Children
+    ran: Ran
+    """The functions that the model's forwards run."""
     inner: Plan | None = field(default=None)
     """The plan of the module."""
 
@@ -121,7 +124,7 @@ class ChannelsLast(Plan):
         """Whether the images are plain and contiguous, and the model is the one that was traced."""
         if len(args) != self.count or not all(is_image(args[place]) for place in self.places):
             return False
-        return not is_transformed() and is_unchanged(module, self.reads, self.children)
+        return not is_transformed() and is_unchanged(module, self.reads, self.children, self.ran)
 
     def converted(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments with images in ``channels_last``."""
@@ -133,13 +136,12 @@ class ChannelsLast(Plan):
 
     def method(self, original: type[nn.Module]) -> Callable[..., Any]:
         """The forward of the class, which converts the arguments and the result of another."""
-        inner: Callable[..., Any] = original.forward
-        if self.inner is not None:
-            inner = self.inner.method(original)
+        made = self.inner and self.inner.method(original)
         fits, convert = self.fits, self.converted
 
         @functools.wraps(original.forward, updated=())
         def forward(module: nn.Module, /, *args: Any, **options: Any) -> Any:
+            inner = made or original.forward  # which may be set anew
             if options or is_compiling() or not fits(module, *args):
                 return inner(module, *args, **options)
             return given_back(inner(module, *convert(args)))
@@ -162,4 +164,4 @@ def find(module: nn.Module, args: tuple[Any, ...]) -> ChannelsLast:
     children = tuple(
         (path, tuple(part._modules)) for path, part in module.named_modules() if not is_leaf(part)
     )
-    return ChannelsLast(places, len(args), trace.reads, children)
+    return ChannelsLast(places, len(args), trace.reads, children, trace.ran)
