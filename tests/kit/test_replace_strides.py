@@ -96,7 +96,7 @@ def whatever(y: Tensor) -> Tensor:
 
 def stable(_: Any, y: Tensor) -> Any:
     n, c, h, w = y.shape
-    z = y.permute(0, 2, 3, 1).reshape(n, h * w, c).contiguous().view(n, -1)
+    z = y.permute(0, 2, 3, 1).reshape(n, h * w, c).contiguous().view(n, -1).view((n, h * w * c))
     return F.relu(z, inplace=True) * y.new_ones(()) + y.size(0)
 
 
@@ -106,6 +106,7 @@ def kept(_: Any, y: Tensor) -> Any:
 
 
 KEPT: list[int] = []
+LAST = torch.channels_last
 
 
 REFUSED: dict[Callable[[Any, Tensor], Any], str] = {
@@ -118,6 +119,15 @@ REFUSED: dict[Callable[[Any, Tensor], Any], str] = {
     lambda _, y: y * y.is_contiguous(): "it reads is_contiguous",
     lambda _, y: y.topk(2).indices: "topk may depend on strides",
     lambda _, y: torch.cumsum(y, 1): "cumsum may depend on strides",
+    lambda _, y: torch.cumsum(y.contiguous(), 1): "cumsum may depend on strides",
+    lambda _, y: y.contiguous().view(torch.int32).float(): "view may depend on strides",
+    lambda _, y: F.relu(y.contiguous()).view(-1): "view may depend on strides",
+    # images of 1 pixel in channels_last are contiguous, and their enlarged copies are not
+    lambda _, y: F.interpolate(F.avg_pool2d(y, 5).contiguous(), size=2).view(-1): "view may depend",
+    lambda _, y: y + y.to(memory_format=LAST).add_(5): "the memory_format of to may depend",
+    lambda _, y: y.contiguous(memory_format=LAST): "the memory_format of contiguous may depend",
+    lambda _, y: torch.zeros_like(y, memory_format=LAST): "the memory_format of zeros_like",
+    lambda _, y: y + torch.add(y.new_ones(()), y.ravel(), out=y.ravel()).sum(): "add writes into",
     changed_view: "it changes a tensor in place that may be a view",
     changed_after_a_view: "it changes a tensor in place that may be a view",
     copied: "it changes a tensor in place that may be a view",
@@ -158,7 +168,7 @@ ACCEPTED: tuple[Callable[[Any, Tensor], Any], ...] = (
     changed_before_a_view,
     changed_view_that_is_last,
     lambda _, y: (y + 1, [y.mean((2, 3)), None]),
-    lambda _, y: torch.cumsum(y.contiguous(), 1),
+    lambda _, y: y.contiguous().view(y.shape) * y.float(),
 )
 
 

@@ -11,7 +11,6 @@ from torchkiln.patch import images
 from torchkiln.patch.calls import Conversion, calls_of_modules
 from torchkiln.patch.finding import Skip
 from torchkiln.patch.graph.channels_last import ChannelsLast, given_back
-from torchkiln.patch.graph.unchanged import KEPT
 from torchkiln.patch.measure import Matches, measure
 from torchkiln.patch.plan import Candidate
 from torchkiln.patch.report import Replacement
@@ -81,7 +80,6 @@ def tried(
             return last, [was, seconds[-1]]
         refuse([around], NOT_FASTER)
         note(around, without, seconds[-1])
-        vars(around.module).pop(KEPT, None)
     return usual, [was, *now] if now else []
 
 

@@ -28,7 +28,7 @@ from torchkiln.patch.forms import tried
 from torchkiln.patch.formula import loss_function
 from torchkiln.patch.functions import replace_functions
 from torchkiln.patch.graph import batch_norm
-from torchkiln.patch.graph.unchanged import KEPT
+from torchkiln.patch.graph.unchanged import forget
 from torchkiln.patch.plan import Plan, made_class
 from torchkiln.patch.probe import usual_modes
 from torchkiln.patch.registry import Registry
@@ -327,7 +327,7 @@ def swap(maker: str, module: nn.Module, plan: Plan) -> Callable[[], None]:
                 f"{made.__name__}; call undo() before the library that changed the class"
             )
         module.__class__ = original
-        vars(module).pop(KEPT, None)
+        forget(module)
 
     module.__class__ = made
     return undo

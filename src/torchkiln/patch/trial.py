@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchkiln.bench.clock import Call, Times, in_turns, synchronize
 from torchkiln.patch.calls import Given, preserved
+from torchkiln.patch.graph.unchanged import forget
 from torchkiln.patch.plan import Candidate, Plan, made_class
 
 BUDGET = 0.1
@@ -124,8 +125,7 @@ class Trial:
                         kept.append(one)
                         one.module.__class__ = self.classes[one.module][1]
         finally:
-            for module, cls in own.items():
-                module.__class__ = cls
+            put_back(own)
         if self.around is None:
             return kept
         outer = next((one for one in kept if one.module is self.around.module), None)
@@ -173,6 +173,13 @@ class Trial:
             put(was)
 
 
+def put_back(classes: Mapping[nn.Module, type[nn.Module]]) -> None:
+    """Give modules their classes, without what the tried classes stored in them."""
+    for module, cls in classes.items():
+        module.__class__ = cls
+        forget(module)
+
+
 def seconds_of_model(
     model: nn.Module, example: Any, forms: Sequence[Sequence[Candidate]]
 ) -> list[float]:
@@ -198,7 +205,7 @@ def seconds_of_model(
                 MODEL_BUDGET * len(made),
             )
     finally:
-        put(own)
+        put_back(own)
 
 
 def refuse(candidates: Sequence[Candidate], reason: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -15,11 +15,31 @@ from torch.utils._pytree import tree_map_only
 from torchkiln.ops._folding import PLAIN, is_transformed
 from torchkiln.patch.formula.reads import Reads
 from torchkiln.patch.formula.terms import NoFormulaError
+from torchkiln.patch.graph.definitions import Ran
 from torchkiln.patch.graph.flat import flat_trace, is_leaf
 from torchkiln.patch.graph.strides import why_not_free
 from torchkiln.patch.graph.unchanged import Children, is_unchanged
 from torchkiln.patch.plan import SAVED, Plan
 from torchkiln.patch.probe import usual_modes
+
+
+def strides_of(shape: Iterable[int]) -> tuple[int, ...]:
+    """The strides of a new contiguous tensor, also in dimensions of size 1."""
+    strides, step = [], 1
+    for size in reversed(tuple(shape)):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def is_in_order(x: Tensor) -> bool:
+    """Whether a tensor has these strides; ``is_contiguous()`` ignores dimensions of size 1."""
+    return x.is_contiguous() and x.stride() == strides_of(x.shape)
+
+
+def in_order(x: Tensor) -> Tensor:
+    """A tensor with these strides: a copy, if it has others."""
+    return x if is_in_order(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 class Converted(torch.autograd.Function):
@@ -37,7 +57,7 @@ class Converted(torch.autograd.Function):
     @staticmethod
     def backward(_: Any, grad: Tensor) -> Tensor:
         """The gradient of the tensor."""
-        return grad.contiguous()
+        return in_order(grad)
 
 
 def converted(x: Tensor) -> Tensor:
@@ -51,13 +71,13 @@ def converted(x: Tensor) -> Tensor:
 def given_back(result: Any) -> Any:
     """A result as the original forward returns it."""
     if isinstance(result, Tensor):
-        return result.contiguous()
-    return tree_map_only(Tensor, Tensor.contiguous, result)
+        return in_order(result)
+    return tree_map_only(Tensor, in_order, result)
 
 
 def is_image(x: Any) -> bool:
     """Whether a value is a contiguous tensor of four dimensions."""
-    return type(x) is Tensor and x.dim() == 4 and x.is_floating_point() and x.is_contiguous()
+    return type(x) is Tensor and x.dim() == 4 and x.is_floating_point() and is_in_order(x)
 
 
 @dataclass(frozen=True)
@@ -74,6 +94,8 @@ class ChannelsLast(Plan):
     reads: Reads
     """The attributes that the model's forwards read, and the classes of its modules."""
     children: Children
+    ran: Ran
+    """The functions that the model's forwards run."""
     inner: Plan | None = field(default=None)
     """The plan of the module."""
 
@@ -102,7 +124,7 @@ class ChannelsLast(Plan):
         """Whether the images are plain and contiguous, and the model is the one that was traced."""
         if len(args) != self.count or not all(is_image(args[place]) for place in self.places):
             return False
-        return not is_transformed() and is_unchanged(module, self.reads, self.children)
+        return not is_transformed() and is_unchanged(module, self.reads, self.children, self.ran)
 
     def converted(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments with images in ``channels_last``."""
@@ -114,13 +136,12 @@ class ChannelsLast(Plan):
 
     def method(self, original: type[nn.Module]) -> Callable[..., Any]:
         """The forward of the class, which converts the arguments and the result of another."""
-        inner: Callable[..., Any] = original.forward
-        if self.inner is not None:
-            inner = self.inner.method(original)
+        made = self.inner and self.inner.method(original)
         fits, convert = self.fits, self.converted
 
         @functools.wraps(original.forward, updated=())
         def forward(module: nn.Module, /, *args: Any, **options: Any) -> Any:
+            inner = made or original.forward  # which may be set anew
             if options or is_compiling() or not fits(module, *args):
                 return inner(module, *args, **options)
             return given_back(inner(module, *convert(args)))
@@ -143,4 +164,4 @@ def find(module: nn.Module, args: tuple[Any, ...]) -> ChannelsLast:
     children = tuple(
         (path, tuple(part._modules)) for path, part in module.named_modules() if not is_leaf(part)
     )
-    return ChannelsLast(places, len(args), trace.reads, children)
+    return ChannelsLast(places, len(args), trace.reads, children, trace.ran)

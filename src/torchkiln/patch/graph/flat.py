@@ -15,6 +15,7 @@ from torchkiln.patch.formula.reads import Reader, Reads, reading
 from torchkiln.patch.formula.terms import NoFormulaError
 from torchkiln.patch.formula.watch import Watch, is_users
 from torchkiln.patch.graph.chain import CallTracer, TensorProxy
+from torchkiln.patch.graph.definitions import Ran, called_methods, ran
 from torchkiln.patch.plan import plan_of
 from torchkiln.patch.probe import shallow_copy
 
@@ -111,6 +112,7 @@ class FlatTrace(NamedTuple):
     """A copy of the model, in which the nodes find their modules."""
     graphs: tuple[fx.Graph, ...]
     reads: Reads
+    ran: Ran
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
@@ -123,7 +125,11 @@ def class_of(module: nn.Module) -> type[nn.Module]:
 
 def is_leaf(module: nn.Module) -> bool:
     """Whether a module is a part of torch or torchkiln, and no container."""
-    cls = class_of(module)
+    return is_of_leaves(class_of(module))
+
+
+def is_of_leaves(cls: type[nn.Module]) -> bool:
+    """Whether a class is of torch or torchkiln, and no container."""
     return cls.__module__.startswith(OWN) and cls not in CONTAINERS
 
 
@@ -144,6 +150,8 @@ def copied(module: nn.Module, reader: Reader) -> nn.Module:
         if "forward" in vars(original):
             raise NoFormulaError("a forward is an attribute of the instance")
         if is_leaf(original):
+            if hidden := called_methods(class_of(original)) & vars(original).keys():
+                raise NoFormulaError(f"its {min(hidden)} is an attribute of the instance")
             if "inplace" in vars(original):
                 reader.values[*path, "inplace"] = original.inplace
             return original
@@ -181,7 +189,14 @@ def flat_trace(module: nn.Module, count: int) -> FlatTrace:
                 raise NoFormulaError("it draws random numbers")
         watch.check(variables=False)
         reader.note_globals(watch.globals)
-        return FlatTrace(root, tuple(graphs), reader.reads())
+        classes = {path: cls for path, cls in reader.parts.items() if not is_of_leaves(cls)}
+        classes = {"": class_of(module), **classes}
+        return FlatTrace(
+            root,
+            tuple(graphs),
+            reader.reads(),
+            ran(classes, watch.codes, reader.values),
+        )
     except Exception as error:  # forwards raise anything on traced values
         reason = watch.reason or str(error).strip().partition(". ")[0]
         raise NoFormulaError(f"its forward cannot be traced: {reason}") from error

@@ -3,7 +3,9 @@
 A traced value is *free* if its strides may be others than in the original call: an argument in
 ``channels_last``, and what calls compute from it. Each call with a free value must be in a list of
 calls whose values depend on shapes and elements only. A view of a value may be a copy if its
-strides are others, so nothing may change such memory in place.
+strides are others, so nothing may change such memory in place. The result of ``contiguous()`` has
+its elements in order, so ``view`` takes it; but a dimension of size 1 may have any stride there,
+and then the next call may choose ``channels_last``. So the result stays free.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
+from torchkiln.patch.graph.chain import is_fact
 from torchkiln.patch.graph.flat import class_of
-from torchkiln.patch.graph.results import COPY, FACT, NEW, call_of, name_of
+from torchkiln.patch.graph.results import COPY, FACT, NEW, VIEW, Call, call_of, name_of
 
 
 class Memory:
@@ -41,6 +44,7 @@ def why_not_free(root: nn.Module, graph: fx.Graph, places: Collection[int]) -> s
     """The reason why the strides of the arguments at ``places`` may matter; "" if they do not."""
     arguments = [node for node in graph.nodes if node.op == "placeholder"]
     free = {arguments[place] for place in places}
+    ordered: set[fx.Node] = set()
     shared, same = Memory(), Memory()
     changed: dict[fx.Node, list[fx.Node]] = {}
     convolves = False
@@ -50,10 +54,19 @@ def why_not_free(root: nn.Module, graph: fx.Graph, places: Collection[int]) -> s
         given = node.all_input_nodes
         call = call_of(root, node)
         is_free = any(x in free for x in given)
+        if is_view_of(node, ordered):
+            call = Call(VIEW, changes=False)
+            ordered.add(node)
         if is_free and not call.result:
             return f"{name_of(root, node)} may depend on strides"
-        if is_free and call.result != FACT and not is_contiguous_call(node):
+        if node.kwargs.get("out") is not None:
+            return f"{name_of(root, node)} writes into an argument"
+        if is_free and has_memory_format(node):
+            return f"the memory_format of {name_of(root, node)} may depend on strides"
+        if is_free and call.result != FACT:
             free.add(node)
+        if node.op == "call_method" and node.target == "contiguous":
+            ordered.add(node)
         if call.changes:
             changed[node] = given[:1] if call.result else given
         joined = changed.get(node, given if call.result not in (NEW, FACT) else [])
@@ -113,9 +126,27 @@ def leaves(value: Any) -> Iterator[fx.Node]:
             yield from leaves(part)
 
 
-def is_contiguous_call(node: fx.Node) -> bool:
-    """Whether the strides of a result depend on its shape only."""
-    return node.op == "call_method" and node.target == "contiguous"
+def is_view_of(node: fx.Node, ordered: Collection[fx.Node]) -> bool:
+    """Whether a node is a view in another shape of a value whose elements are in order."""
+    if node.op != "call_method" or node.target != "view" or node.args[0] not in ordered:
+        return False
+    sizes = node.args[1:]
+    if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
+        sizes = tuple(sizes[0])
+    return not node.kwargs and all(map(is_size, sizes))
+
+
+def is_size(value: Any) -> bool:
+    """Whether an argument is a size, and no dtype."""
+    if not isinstance(value, fx.Node):
+        return isinstance(value, int)
+    return is_fact(value) and "dtype" not in value.args
+
+
+def has_memory_format(node: fx.Node) -> bool:
+    """Whether a call has a memory format: whether it copies then depends on strides."""
+    given = (*node.args, *node.kwargs.values())
+    return "memory_format" in node.kwargs or any(type(x) is torch.memory_format for x in given)
 
 
 def is_convolution(root: nn.Module, node: fx.Node) -> bool:
