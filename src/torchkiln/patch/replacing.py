@@ -199,9 +199,7 @@ class Replace:
             matches = matched(model, search, rows, skip, kinds, fused_parts(fused))
             quantized: list[fp8.Found] = []
             if precision is not None:
-                quantized = list(
-                    fp8.find(model, rows, functools.partial(is_skipped, skip=skip), head)
-                )
+                quantized = list(fp8.find(model, rows, skipped, head))
             in_fp8 = {module for _, module, _ in quantized}
             matches = [match for match in matches if match[1] not in in_fp8]
             plans = [*quantized, *((row, module, match.plan) for row, module, match in matches)]
