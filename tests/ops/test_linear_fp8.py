@@ -342,6 +342,15 @@ def test_compiled_sees_new_weights() -> None:
         adds(found.weight)
 
 
+def test_a_call_with_another_weight_before_a_step() -> None:
+    found, x = layer(256, 128), torch.randn(16, 256)
+    found(x)
+    torch.func.functional_call(found, {"weight": torch.zeros(128, 256)}, (x,))
+    torch.optim.SGD(found.parameters(), 0.5).step()
+    found.weight.data.neg_()
+    assert torch.equal(found(x), linear_fp8(x, found.weight, found.bias))
+
+
 def test_a_compiled_optimizer() -> None:
     """A compiled step is compiled once, and the weight is quantised again after it."""
     found, x = layer(256, 128), torch.randn(16, 256)

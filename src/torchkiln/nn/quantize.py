@@ -44,7 +44,7 @@ class WeightCache:
         """Whether the weight requires a gradient."""
         self.value: QuantizedWeight | None = None
         self.stream = 0
-        """The stream of the kernels that wrote it."""
+        """The handle of the stream whose kernels wrote it."""
 
     def of(self, *weights: Tensor) -> QuantizedWeight | None:
         """The quantised weight; None where the op must quantise it in every call.
@@ -52,12 +52,12 @@ class WeightCache:
         It must do so in a CUDA graph, which would keep old values, for tensors without a version,
         and in a process of a group.
         """
-        self.is_trained = False
+        is_trained = False
         for one in weights:
             if one.is_inference() or type(one) is not nn.Parameter:
                 return None
             if one.requires_grad:
-                self.is_trained = True
+                is_trained = True
         weight = weights[0]
         if has_group():
             self.value = None
@@ -67,6 +67,7 @@ class WeightCache:
             if torch.cuda.is_current_stream_capturing():
                 return None
             stream = torch._C._cuda_getCurrentRawStream(weight.device.index)
+        self.is_trained = is_trained
         if self.value is None or self.watch is None or not self.watch.is_current(weights):
             self.value = None  # frees the old value before the new one is made
             with torch.inference_mode(mode=False), torch.no_grad():
