@@ -30,8 +30,8 @@ def spmm(a: Sparse, b: Tensor, *, transpose: Tensor | None = None, check: bool =
             once. A vector ``[columns]`` counts as one column, and the result is a vector, too.
         transpose: :func:`csr_transpose` of the pattern. Without it, backward for ``b`` computes the
             transposed pattern in every call, which takes about as long as a product with
-            ``width = 64``. On a GPU a matrix with at most 32 columns, of whose elements at least a
-            sixteenth are stored, needs none.
+            ``width = 64``. On a GPU a matrix without a batch and with known sizes needs none if it
+            has at most 32 columns and stores at least a sixteenth of its elements.
         check: whether to validate the pattern: ``crow`` ascends from 0 to the number of entries,
             ``col`` is in range, and no entry occurs twice. The check reads the indices once, builds
             the transposed pattern if the columns of a row do not ascend, and waits for the GPU.

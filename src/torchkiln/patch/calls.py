@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -66,11 +65,10 @@ def calls_of_modules(
             given[module] = Given(args, options).leaves()
 
     hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in modules]
-    for module, convert in (conversions or {}).items():
-        before, after = partial(arguments_of, convert), partial(result_of, convert)
+    for module, (arguments, result) in (conversions or {}).items():
         hooks += [
-            module.register_forward_pre_hook(before),
-            module.register_forward_hook(after),
+            module.register_forward_pre_hook(lambda _, given, change=arguments: change(given)),
+            module.register_forward_hook(lambda _, __, made, change=result: change(made)),
         ]
     try:
         with preserved(model):
@@ -80,16 +78,6 @@ def calls_of_modules(
         for hook in hooks:
             hook.remove()
     return given
-
-
-def arguments_of(convert: Conversion, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The converted arguments, for a hook."""
-    return convert.arguments(args)
-
-
-def result_of(convert: Conversion, _: nn.Module, __: tuple[Any, ...], result: Any) -> Any:
-    """The converted result, for a hook."""
-    return convert.result(result)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import CodeType, FrameType, FunctionType, ModuleType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torchkiln.patch.formula.recorder import OpNames
 from torchkiln.patch.formula.watch import Watch, is_users
 from torchkiln.patch.probe import numbers, usual_modes
 from torchkiln.patch.report import Replacement
+from torchkiln.patch.source.text import nested
 
 CLASSES, FEATURES = 11, 7
 IGNORED = -100
@@ -235,18 +236,9 @@ def functions_of(function: FunctionType, depth: int = 3) -> Iterator[FunctionTyp
             yield from functions_of(other, depth - 1)
 
 
-def codes_of(function: FunctionType) -> Iterator[CodeType]:
-    """The code of a function, and of the functions inside of it."""
-    codes = [function.__code__]
-    while codes:
-        code = codes.pop()
-        yield code
-        codes += [c for c in code.co_consts if inspect.iscode(c)]
-
-
 def names_of(function: FunctionType) -> set[str]:
     """The globals and attributes that a function names."""
-    return {name for code in codes_of(function) for name in code.co_names}
+    return {name for code in nested(function.__code__) for name in code.co_names}
 
 
 def file_of(value: type) -> str:
@@ -256,7 +248,7 @@ def file_of(value: type) -> str:
 
 def depends(function: FunctionType) -> str:
     """The reason why other calls may differ: numbers or names that the function reads; or ""."""
-    for code in codes_of(function):
+    for code in nested(function.__code__):
         for number in code.co_consts:
             if isinstance(number, int) and abs(number) > LARGEST and number != IGNORED:
                 return f"it names {number}"

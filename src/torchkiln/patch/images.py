@@ -47,9 +47,9 @@ def found(
     for name, module in parts.items():
         row = Replacement(f"{name}.channels_last".lstrip("."), type(module).__name__)
         row.kind = ChannelsLast.kind
-        plan = plan_for(row.name, module, calls.get(module), skip, model)
-        if not own.isdisjoint(module.modules()):
-            plan = "a registered forward may depend on strides"
+        plan: ChannelsLast | str = "a registered forward may depend on strides"
+        if own.isdisjoint(module.modules()):
+            plan = plan_for(row.name, module, calls.get(module), skip, model)
         if isinstance(plan, ChannelsLast):
             row.now = str(plan)
             rows.append(row)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -96,7 +96,7 @@ class ChannelsLast(Plan):
     children: Children
     ran: Ran
     """The functions that the model's forwards run."""
-    inner: Plan | None = field(default=None)
+    inner: Plan | None = None
     """The plan of the module."""
 
     def settings(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torchkiln.patch.formula.reads import GLOBALS, Path
 from torchkiln.patch.formula.reads import found as value_at
 from torchkiln.patch.formula.terms import NoFormulaError
 from torchkiln.patch.formula.watch import is_users
+from torchkiln.patch.source.text import nested
 
 Ran = tuple[tuple[Path, str], ...]
 """Where functions are, with the digests of their code: the path of a module in the model and the
@@ -104,14 +105,6 @@ def constant(value: Any) -> Any:
     if isinstance(value, CodeType):
         return contents(value)
     return sorted(map(repr, value)) if isinstance(value, frozenset) else value
-
-
-def nested(code: CodeType) -> Iterator[CodeType]:
-    """The functions in the body of a function."""
-    for value in code.co_consts:
-        if isinstance(value, CodeType):
-            yield value
-            yield from nested(value)
 
 
 def is_generated(code: CodeType, scope: Mapping[str, Any]) -> bool:

@@ -89,7 +89,7 @@ def call_of(root: nn.Module, node: fx.Node) -> Call:
         module = root.get_submodule(str(node.target))
         in_place = bool(getattr(module, "inplace", False))
         return Call(BY_MODULE.get(id(class_of(module)), ""), in_place)
-    in_place = bool(node.kwargs.get("inplace", False)) or "out" in node.kwargs
+    in_place = bool(node.kwargs.get("inplace", False))
     if node.target is getattr:
         return Call(FACT if BY_NAME.get(str(node.args[1])) == FACT else "", changes=False)
     if node.op == "call_method":

@@ -165,6 +165,13 @@ def codes(code: CodeType) -> Iterator[CodeType]:
     return (part for part in code.co_consts if isinstance(part, CodeType))
 
 
+def nested(code: CodeType) -> Iterator[CodeType]:
+    """Code, and all code in it."""
+    yield code
+    for part in codes(code):
+        yield from nested(part)
+
+
 def class_of(qualname: str) -> str:
     """The name of the innermost class around a function; empty without one."""
     local = "<locals>"
