@@ -93,11 +93,11 @@ def test_few_columns_need_no_transposed_pattern(device: torch.device, columns: i
     assert bool((error <= 1e-5 * (matrix.abs().T @ grad.double().abs())).all())
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize(("columns", "entries"), [(8, 400), (32, 400), (33, 500), (32, 100)])
-def test_which_matrices_have_few_columns(device: torch.device, columns: int, entries: int) -> None:
+def test_which_matrices_have_few_columns(columns: int, entries: int) -> None:
     """At most 32 columns, a sixteenth of whose elements are stored."""
-    if device.type == "cpu":
-        pytest.skip("a kernel of the GPU")
+    device = torch.device("cuda")
     places = torch.randperm(64 * columns, device=device)[:entries].sort().values
     crow = torch.searchsorted(places, torch.arange(65, device=device) * columns)
     values = torch.randn(entries, device=device)

@@ -57,7 +57,7 @@ def test_the_layout_is_that_of_x(device: str, shape: tuple[int, ...]) -> None:
         ((2, 4099, 5), 4099, True),  # a thread adds the channels of a group
         ((5, 2000, 11), 1000, True),
         ((37, 8202, 7), 2, True),  # groups of a pixel: single elements
-        ((3, 16400, 3, 5), 4, True),  # 8-byte vectors of float16, and parts
+        ((5, 16400, 3, 5), 4, True),  # 8-byte vectors of float16, and parts
         ((30, 4096, 1, 16), 1, True),  # 16-byte vectors
     ],
 )

@@ -139,7 +139,8 @@ def test_short_rows(device: torch.device, dtype: torch.dtype, op: Any, torchs: A
 @every_op
 @every_dtype
 @pytest.mark.parametrize(
-    ("rows", "length"), [(300007, 2), (300007, 3), (200003, 5), (90001, 11), (20011, 33)]
+    ("rows", "length"),
+    [(300007, 2), (300007, 3), (200003, 5), (90001, 11), (50021, 19), (20011, 33)],
 )
 def test_many_short_rows(
     device: torch.device, dtype: torch.dtype, op: Any, torchs: Any, rows: int, length: int

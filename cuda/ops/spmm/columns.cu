@@ -6,7 +6,7 @@
 //   sums of a thread     registers, one vector for each column of A
 //
 // The sums are added over the threads of a block, then over the blocks that share the rows, both in
-// an order that shape and device fix.
+// an order that shape, alignment and device fix.
 
 #include "choose_columns.h"
 #include "detail/reduce/columns.cuh"

@@ -54,7 +54,7 @@ inline bool reads_columns(const Spmm& p) {
 }
 
 /// out = the transpose of one sparse matrix with few columns, times x: a pass over the rows of
-/// both, for which the transposed pattern need not be built.
+/// both, for which the transposed pattern need not be built. There is at least one row.
 struct SpmmColumns {
   CsrPattern pattern;
   const void* values;  // [entries]
