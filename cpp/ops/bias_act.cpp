@@ -55,7 +55,7 @@ Two Backward::kernel(const Arguments& call) {
   const Tensor grad_rows = grad.reshape({rows, columns});  // a view if rows are evenly spaced
   BiasActBackward arguments{};
   Tensor saved_rows = call.saved;
-  Tensor shift;  // the bias, undefined only if the kernel sums its gradient
+  Tensor shift;  // the bias or zeros; undefined if the kernel needs neither
   if (kept_by_bias_act(call.act) == Saved::input) {
     if (call.bias) shift = *call.bias;
     if (!call.bias && !wanted[1])
@@ -163,7 +163,7 @@ variable_list gradients_without_input(const Incoming& in, const Tensor& signs, d
     stand_in_for(in, 0, positive);
     const Tensor shift = at::zeros_symint({grad.sym_size(-1)}, positive.options());
     stand_in_for(in, 1, shift);
-    // relu() changes no value here. With it the second derivative, which is 0, depends on x and the
+    // relu() changes no value here. It makes the second derivative, which is 0, depend on x and the
     // bias, as with torch's relu, so that further derivatives exist.
     passed = at::threshold_backward(passed, at::relu(positive + shift), 0);
   }

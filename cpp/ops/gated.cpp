@@ -52,8 +52,9 @@ c10::SymDimVector result_shape(const Tensor& gate, const MaybeTensor& up) {
   return shape;
 }
 
-/// Whether results have the strides of gate, as in torch: gate and up are dense in one other order.
-/// A contiguous result would transpose them, which is slower.
+/// Whether results have the strides of gate, as in torch: gate and up are dense in the same order,
+/// which is not that of a contiguous tensor. A contiguous result would transpose them, which is
+/// slower.
 bool keeps_strides(const Tensor& gate, const MaybeTensor& up) {
   return up.has_value() && !gate.is_contiguous() && up->sym_strides().equals(gate.sym_strides()) &&
          gate.is_non_overlapping_and_dense();

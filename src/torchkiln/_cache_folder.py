@@ -1,4 +1,4 @@
-"""The folder of compiled kernels, for torchkiln.jit and the doctor, without torch."""
+"""The folder of compiled kernels. The doctor uses it, too, so it does not import torch."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def fetch(folder: Path, version: str, digests: Path | None) -> Path:
         source = ["--require-hashes", "--requirement", str(digests / f"{version}.txt")]
     if not list(tree.glob(f"torch-{version}*.dist-info")):
         pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile")
-        # The versions are exact: no constraint that pip is configured with must exclude one.
+        # Without pip's configured constraints, which could exclude one of these exact versions.
         subprocess.run(
             [*pip, "--upgrade", "--target", str(tree), *source],
             env={**os.environ, "PIP_CONSTRAINT": os.devnull},

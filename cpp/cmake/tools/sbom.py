@@ -67,7 +67,7 @@ def _cccl(match: str) -> Part:
 
 
 def _cuda(match: str) -> Part:
-    """The runtime's headers: of the wheel nvidia-cuda-runtime, else of a system toolkit."""
+    """The runtime's headers, from the wheel nvidia-cuda-runtime or from a system toolkit."""
     header, license_ = Path(match), "LicenseRef-NVIDIA-CUDA-EULA"
     name = "CUDA Toolkit headers"
     for folder in header.parents:
@@ -115,7 +115,7 @@ def _other(match: str) -> Part:
     return Part(name, "of torch", "LicenseRef-with-torch", f"pkg:generic/{name}")
 
 
-# The first that matches decides.
+# The first pattern that matches a header selects its owner.
 OWNERS = (
     (r"^.*/torch/include/pybind11\b", _pybind11),
     (r"^.*/torch/include(?=/(ATen|c10|caffe2|torch)/)", _torch),

@@ -118,9 +118,10 @@ inline int64_t chunk_rows(const LogitLayer& student) {
   return size_of_chunk(student.x.size(0), row, kLeast, kMostRowsOfChunk);
 }
 
-/// Incoming gradients for gradients of logits that are rounded to the dtype of x. For float16,
-/// whose range is small, they are divided by `factor`: gradients reach 64 if logarithms differ by
-/// 1, and they lose precision below 6e-5, the gradient for a probability of 1e-6.
+/// The incoming gradients, for gradients of logits that are then rounded to the dtype of x. The
+/// range of float16 is small, so for float16 they are divided by `factor`. A gradient of a logit
+/// then reaches 64 where the logarithms differ by 1. It loses precision below 6e-5, which it has
+/// for a probability of 1e-6.
 struct RoundedGradients {
   Tensor grads;   // [rows]
   Tensor factor;  // one number; undefined for 1

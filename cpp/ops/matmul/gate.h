@@ -12,9 +12,9 @@ std::optional<std::tuple<at::Tensor, at::Tensor>> layer_with_gate(const at::Tens
                                                                   const MaybeTensor& bias,
                                                                   Activation act, bool keeps);
 
-/// Computes act(gate) * up and the gradient of [gate, up] in one kernel with the product grad
-/// weight, which is the gradient of act(gate) * up. If `overwrites`, the gradient overwrites
-/// `gate_up`. Returns nullopt as layer_with_gate() does.
+/// Computes, in one kernel, the product of grad and weight, which is the gradient of act(gate) *
+/// up, and from it the gradient of [gate, up] and, again, act(gate) * up. If `overwrites`, the
+/// gradient overwrites `gate_up`. Returns nullopt as layer_with_gate() does.
 std::optional<std::tuple<at::Tensor, at::Tensor>> gradient_through_gate(const at::Tensor& grad,
                                                                         const at::Tensor& weight,
                                                                         const at::Tensor& gate_up,

@@ -45,7 +45,7 @@ struct CsrOp {
 struct TransposedOp {
   struct Arguments {
     Borrowed<Tensor> crow, col, values, x;
-    Borrowed<MaybeTensor> transpose;  // without it, kernel() builds it if it reads it
+    Borrowed<MaybeTensor> transpose;  // kernel() builds it if it needs one
     SymInt columns;
 
     TORCHKILN_FIELDS(self.crow, self.col, self.values, self.x, self.transpose, self.columns);

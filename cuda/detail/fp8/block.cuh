@@ -51,7 +51,7 @@ class LaneBlocks {
   static __device__ __forceinline__ int own() {
     return lane() / kPerWord * kInWord + lane() % kInWord;
   }
-  /// Whether this lane is the first one with its block.
+  /// Whether this lane is the first lane of its block.
   static __device__ __forceinline__ bool is_first() { return lane() % kPerWord < kInWord; }
 
   /// Rounds the vectors with has(k), and calls store(k, bytes) for each of them; the elements of

@@ -58,8 +58,7 @@ __device__ __forceinline__ float scale_of(uint32_t exponent) {
 }
 
 /// Rounds two numbers of magnitudes up to 448 to E4M3, `low` into the low byte. NaN becomes 0x7f.
-/// Infinity would become 448, so a caller that has infinite numbers (`any`) must first replace them
-/// by NaN.
+/// Infinity would become 448, so callers must first replace infinities by NaN.
 __device__ TORCHKILN_FP8_CONVERSION uint32_t pack(float low, float high) {
   return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
 }

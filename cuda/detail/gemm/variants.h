@@ -1,7 +1,7 @@
 #pragma once
 
-// The kernels behind matmul(), one namespace for each file in ops/matmul. plans.h has the operands
-// that they support, and their blocks.
+// The kernels of matmul(), one namespace for each file in ops/matmul. plans.h defines which
+// operands each of them supports, and its block sizes.
 
 #include "torchkiln/kernels/matmul.h"
 

@@ -46,8 +46,8 @@ inline constexpr int kSinglePassRows = 16;
 // the registers of an SM and run as a second wave.
 inline constexpr int kBlocksPerMultiprocessor = 2;
 
-// Shortest single row whose "sums" elementwise kernels write in less time. Here a thread would have
-// one vector in flight, or one element.
+// Shortest row, if there is only one, for which elementwise kernels take less time: its elements
+// are the sums. Here a thread would have only one vector, or one element, in flight.
 inline constexpr int64_t kLongRow = int64_t{1} << 18;
 
 /// The distribution of a [rows, columns] problem over threads and blocks. Depends only on shape,

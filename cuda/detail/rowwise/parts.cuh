@@ -28,7 +28,7 @@ template <class C>
 struct PartValues {
   C* of_parts;         // [rows, parts, values]
   C* of_rows;          // [rows, values]
-  unsigned* progress;  // per row: reduced parts, and one more once they are merged
+  unsigned* progress;  // per row: the number of reduced parts, plus 1 once merged
 };
 
 template <class C>

@@ -52,7 +52,7 @@ class RowPipeline : public RowTile<Access, kItems> {
     row_step_[stream] = step * stride;
     add_stride(stride);
   }
-  /// Includes the row stride of a call of start() or load() in can_overread().
+  /// Adds rows that are `stride` elements apart to those for which can_overread() holds.
   __device__ __forceinline__ void add_stride(int64_t stride) {
     edge_rows_ = max(edge_rows_, Access::edge_rows(stride));
   }

@@ -126,8 +126,8 @@ TORCHKILN_HOST_DEVICE constexpr int64_t inner_vectors(int64_t columns, int lanes
 /// Fewest threads of a team with an UnalignedRowTile: one per element of head and tail.
 constexpr int fewest_edge_threads(int lanes) { return 2 * lanes - 1; }
 
-/// Changes shared_offset to scalar for rows so short that reading them element by element takes
-/// half as many threads, or fewer threads than the edges would.
+/// Changes shared_offset to scalar for short rows. Element by element they take at most `lanes`
+/// threads, whereas the elements at the edges alone would take fewest_edge_threads(lanes).
 constexpr Alignment without_short_edges(Dtype dtype, Alignment alignment, int64_t columns) {
   const bool is_short = columns <= kFewItems * vector_lanes(dtype);
   return alignment == Alignment::shared_offset && is_short ? Alignment::scalar : alignment;

@@ -14,8 +14,8 @@ struct Chunks {
   int64_t count;  // 0 if no row is long
 };
 
-/// Whether no row has more than `size` entries, unless indices repeat. Chunks would only search for
-/// rows, and a kernel that adds the parts of rows would find none.
+/// Whether no row has more than `size` entries, unless indices repeat. Then chunks would search for
+/// rows in vain, and the kernel that adds the parts of long rows would find none.
 inline bool has_short_rows(const CsrPattern& pattern, int64_t size) {
   return pattern.columns <= size && pattern.entries <= pattern.rows * pattern.columns;
 }

@@ -104,11 +104,12 @@ inline int merge_threads(int64_t moments) {
 }
 
 // Adjacent channels of few pixels: a channel of a sample has fewer elements than its partial
-// moments have bytes. If the channels of a group at a pixel are many, which are adjacent in memory,
-// they are a group of their own, whose moments are merged over the pixels.
+// moments have bytes. At one pixel, the channels of a group are adjacent in memory. If they are
+// many, they count as a group of their own, and the moments of these groups are merged over the
+// pixels.
 inline constexpr int64_t kMostPixels = 16;
 inline constexpr int64_t kFewestPixelBytes = 4 * 1024;
-/// Fewest elements for which this pays for another kernel.
+/// Fewest elements for which this saves more time than the additional kernel takes.
 inline constexpr int64_t kFewestOfPixels = int64_t{1} << 20;
 
 /// The layout with a sample for each pixel.

@@ -37,8 +37,8 @@ inline constexpr int kSampleThreads = 256;
 /// Longest groups of teams, in bytes. Measured on an H100 in float32: 64 groups of 16 KiB take 20
 /// us by teams and 49 us by planes; 8192 groups of 12.5 KiB take 92 us and 250 us.
 inline constexpr int64_t kMostTeamBytes = 64 * 1024;
-/// Channels of more than kMostSampleElements elements use sums over samples only with at least
-/// kFewestSamples samples: then the sums take little memory compared to x.
+/// Sums over samples are used if a channel of a sample has at most kMostSampleElements elements, or
+/// if there are at least kFewestSamples samples: then the sums take little memory compared to x.
 inline constexpr int64_t kMostSampleElements = 64;
 inline constexpr int64_t kFewestSamples = 16;
 

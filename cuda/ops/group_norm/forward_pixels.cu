@@ -10,7 +10,7 @@ namespace torchkiln::cuda {
 namespace {
 
 /// Writes the statistics of each group, one per thread. `moments`: the means of all groups of
-/// pixels, then their sums of squares. Each has the same number of elements.
+/// pixels, then their sums of squares. All these groups have equally many elements.
 template <class C>
 __global__ void __launch_bounds__(kMergeThreads) merge_pixels(GroupNorm p, const double* moments) {
   wait_for_previous_kernel();

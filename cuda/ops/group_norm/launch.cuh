@@ -41,8 +41,8 @@ Status group_norm_backward_by_teams(const GroupNormBackward& p, const GroupTeams
                                     Allocate allocate, CUstream_st* stream);
 
 /// Groups that several blocks share: y from the statistics (forward_parts.cu), and all gradients
-/// (backward_parts.cu).
-/// If several samples in turn are pixels of one, `pixels` of them share their statistics.
+/// (backward_parts.cu). `pixels` consecutive samples share their statistics: they are the pixels of
+/// one sample.
 Status group_outputs_of_parts(const GroupNorm& p, const GroupPartPlan& plan, int64_t pixels,
                               CUstream_st* stream);
 Status group_norm_backward_by_parts(const GroupNormBackward& p, const GroupPartsPlan& plan,

@@ -16,7 +16,7 @@ struct PartRows {
   Divisor inner;   // elements of a channel
   Divisor groups;  // groups per sample
   Divisor parts;   // parts per group
-  Divisor pixels;  // samples in turn that share their statistics
+  Divisor pixels;  // consecutive samples that share their statistics
   int64_t all;     // groups with statistics
   bool adjacent;   // the parameters of a vector can be read as a vector, too
 };

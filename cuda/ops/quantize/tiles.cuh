@@ -201,7 +201,7 @@ __device__ __forceinline__ void compute_results(const Reader& reader,
                                                 Slot<T, kResults> (&slot)[kResults], int64_t row,
                                                 int64_t column, int rows_inside) {
   constexpr int kStep = kSide / 2;
-  const bool inside = rows_inside != 0;  // for all kSide rows alike
+  const bool inside = rows_inside != 0;  // either all kSide rows are, or none
   if (!inside) row = 0;
   Words<T> held[kSide];
 #pragma unroll

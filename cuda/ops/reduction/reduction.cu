@@ -2,9 +2,9 @@
 // float64 for float64, and rounded once.
 //
 //   plan            kernel                           when
-//   rows: packed    a few lanes for each row         rows of up to 32 vectors, if many
-//   rows: staged    a block copies rows to shared    rows of up to 1 KiB, with small gaps or none,
-//                   memory                           that are not whole vectors, or few of them
+//   rows: packed    a few lanes for each row         many rows of up to 32 vectors
+//   rows: staged    a block copies rows to shared    rows of up to 1 KiB with small gaps or none,
+//                   memory                           if they are few or not whole vectors
 //   rows: warp      a warp for each row              up to 2 KiB; 4 KiB if they fill the GPU
 //   rows: block     a block for each row             up to 64 KiB; longer if they fill the GPU
 //   rows: parts     a block for each part, and a     longer rows

@@ -11,8 +11,9 @@ namespace torchkiln::cuda {
 
 // A team is 2^n threads of a warp. In each round it processes `heads` adjacent heads of a token.
 // Each thread holds one or more pieces of each head. A piece is two vectors of `lanes` elements.
-// Both hold `lanes` pairs or, where the head is not rotated, 2 * `lanes` adjacent elements.
-// Adjacent teams have adjacent heads, so blocks that run at the same time access adjacent memory.
+// Together they hold `lanes` pairs or, where the head is not rotated, 2 * `lanes` adjacent
+// elements. Adjacent teams have adjacent heads, so blocks that run at the same time access adjacent
+// memory.
 inline constexpr int kQkvThreads = 256;
 /// Heads per team and round: kFewHeads for few tokens, else kForwardHeads or kBackwardHeads. With
 /// one head per team there are more teams, and less code to load into the instruction caches.

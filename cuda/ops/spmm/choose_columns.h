@@ -40,8 +40,8 @@ struct ColumnsPlan {
   int64_t rows;    // per chunk
 };
 
-/// The base-2 logarithm of the threads for `vectors` of a row: all of a block, or fewer if then
-/// fewer have no vector in the last tile.
+/// The base-2 logarithm of the threads for `vectors` of a row: all threads of a block, or fewer if
+/// this leaves fewer threads without a vector in the last tile.
 inline int row_lanes_log2(int64_t vectors) {
   int found = 0;
   while (found < 5 && int64_t{1} << found < vectors) ++found;
@@ -52,8 +52,8 @@ inline int row_lanes_log2(int64_t vectors) {
 }
 
 inline ColumnsPlan choose(const SpmmColumns& p, const Device& device) {
-  // Partial sums that are written and read again in about a microsecond. More of them must be few
-  // compared to x: a chunk has at least kRowsOfSum rows for each of its sums.
+  // kSmallBytes of partial sums are written and read again in about a microsecond. More bytes are
+  // allowed only if they are few compared to x: with at least kRowsOfSum rows of x per row of sums.
   constexpr int64_t kSmallBytes = int64_t{4} << 20, kRowsOfSum = 8;
   const int64_t rows = p.pattern.rows, columns = p.pattern.columns;
   const auto sum = static_cast<int64_t>(std::max(size_of(p.dtype), sizeof(float)));

@@ -89,7 +89,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Count:
-    """The number of calls of an op in one direction, of the slower ones, and their speed-up."""
+    """How many calls an op had in one direction, how many were slower, and the speed-up."""
 
     op: str
     direction: str

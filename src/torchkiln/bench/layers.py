@@ -83,7 +83,7 @@ def rotated(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attended(x: Tensor, layer: torchkiln.nn.Attention, cos: Tensor, sin: Tensor) -> Tensor:
-    """The layer's attention by torch's functions."""
+    """The layer's attention, computed with torch's functions."""
     q, k, v = (
         layer.qkv(x).unflatten(-1, (3, layer.num_heads, layer.head_dim)).permute(2, 0, 3, 1, 4)
     )

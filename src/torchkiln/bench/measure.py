@@ -145,7 +145,7 @@ def time_host(
     clock: HostClock | None = None,
     left_out: Mapping[str, str] | None = None,
 ) -> Iterator[Measurement]:
-    """Rows of the time that a call on 4 x 64 elements occupies the host: forward, and recorded."""
+    """Rows of host times of calls on 4 x 64 elements: without and with recording a graph."""
     case = next(cases(spec, device, dtype, HOST_SHAPE))
     for direction in (FORWARD, RECORDED) if spec.differentiable else (FORWARD,):
         with peers.backward_may_repeat():

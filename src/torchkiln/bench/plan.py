@@ -50,7 +50,7 @@ def default_device() -> torch.device:
 def device_of(where: str, name: str | None) -> torch.device:
     """The device that ``--device`` names, by default a GPU if one is usable.
 
-    A named GPU becomes torch's current one, whose streams and events the clocks take.
+    A named GPU becomes torch's current one, whose streams and events the clocks use.
     """
     usable = default_device()
     if name is None or name == "cpu":
@@ -182,7 +182,7 @@ class Plan:
     def _work(
         self, kind: str, spec: OpSpec, dtype: torch.dtype, shape: Shape
     ) -> Iterator[tuple[str | None, Callable[[Settings], Iterator[Measurement]]]]:
-        """Directions and functions that measure them, one case at a time in memory."""
+        """Directions and functions that measure them. Only one case is in memory at a time."""
         if kind == HOST:
             yield None, lambda s: time_host(spec, self.device, dtype, s.peers, left_out=s.left_out)
             return

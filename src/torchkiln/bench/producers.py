@@ -38,7 +38,7 @@ def cast_to(x: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def flat(result: Any) -> Tensors:
-    """The tensors of a result: of a quantised one data and scale, without the source."""
+    """The tensors of a result; a quantised tensor counts as data and scale, without source."""
     parts = result if type(result) is tuple else (result,)
     found: list[Tensor] = []
     for part in parts:

@@ -153,7 +153,7 @@ def rich_table(table: Table) -> RichTable:
 
 
 def show(tables: Iterable[Table]) -> None:
-    """Print tables on the standard output, by rich if it is installed; of empty ones the notes."""
+    """Print tables on the standard output, with rich if installed; empty tables print notes."""
     if find_spec("rich") is None:
         for table in tables:
             print(plain(table) if table.rows else "\n".join(table.notes), end="\n\n")

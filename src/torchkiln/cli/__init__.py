@@ -110,7 +110,7 @@ def main(given: Sequence[str] | None = None) -> int:
         try:
             return run(list(sys.argv[1:] if given is None else given))
         finally:
-            print(end="", flush=True)  # here, so that a closed pipe raises here
+            print(end="", flush=True)  # a closed pipe raises here, not at exit
     except KeyboardInterrupt:
         return Status.INTERRUPTED
     except BrokenPipeError:

@@ -55,7 +55,7 @@ def device(text: str) -> str:
 
 
 def json_file(text: str) -> Path:
-    """A file for JSON. The ending is required, so that an op after ``--json`` is not taken."""
+    """A file for JSON. Its name ends in .json, so an op after ``--json`` is not taken for it."""
     if text != str(STDOUT) and not text.endswith(".json"):
         raise argparse.ArgumentTypeError(
             f"got {text!r}, expected a name that ends in .json; for standard output type --json=-"

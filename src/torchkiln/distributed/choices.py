@@ -212,14 +212,14 @@ def gated_mlp(call: Call) -> Choices:
 
 
 def mlp(call: Call) -> Choices:
-    """The choices of :func:`gated_mlp`; also of hidden features, with parts of sums as results."""
+    """The choices of :func:`gated_mlp`, and shards of hidden features, whose results are parts."""
     yield from gated_mlp(call)
     hidden: dict[str, Placement] = {"up_weight": Shard(0), "up_bias": Shard(0)}
     yield [Partial()], {**hidden, "down_weight": Shard(1), "down_bias": Partial()}
 
 
 def softmax(call: Call, name: str = "x") -> Choices:
-    """Shards in all dimensions but the summed one; with a causal mask also not in the last two."""
+    """Shards in all dimensions but the summed one and, with a causal mask, the last two."""
     x = getattr(call, name)
     summed = call.dim % max(rank(x), 1)
     causal = {rank(x) - 2, rank(x) - 1} if call.causal else set()
@@ -316,7 +316,7 @@ def qkv_norm_rope_backward(call: Call) -> Choices:
 
 
 def total(call: Call) -> Choices:
-    """Shards of kept dimensions; also of summed ones, and parts, whose results are parts."""
+    """Shards of kept dimensions. Shards of summed ones, and parts, have parts as results."""
     dims = range(rank(call.x))
     summed = {d % rank(call.x) for d in call.dim} if call.dim and dims else set(dims)
     for dim in dims:

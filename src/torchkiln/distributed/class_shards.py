@@ -106,7 +106,8 @@ def join(parts: Tensor, ignored: Tensor, z_loss: float) -> Rows:
     else:
         weight = ignored.logical_not().to(parts.dtype)
     # The loss of a row is the sum over its classes of q * (log_sum_exp - logits), with the target
-    # distribution q. Of each shard, mass is the sum of q, BELOW that of q * (logits - maximum).
+    # distribution q. For each shard, mass is the sum of q, and BELOW is the sum of q * (logits -
+    # maximum).
     loss = (mass * (log_sum - distance) - parts[:, BELOW]).sum(0)
     factor = mass.sum(0)
     if z_loss:
@@ -196,7 +197,7 @@ def layer_in_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
 
 
 def shard_of_distributed(op: str, tensor: DTensor, dim: int) -> ClassShard:
-    """The shard of a tensor whose classes, in dimension ``dim``, one mesh dimension shards."""
+    """The shard of a tensor that one mesh dimension shards along ``dim``, the classes."""
     dim %= tensor.ndim
     sharded = [i for i, p in enumerate(tensor.placements) if isinstance(p, Shard) and p.dim == dim]
     partial = any(p.is_partial() for p in tensor.placements)

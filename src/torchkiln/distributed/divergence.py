@@ -181,10 +181,10 @@ def vocab_parallel_linear_kl(
     """Returns :func:`torchkiln.linear_kl` of two layers whose classes are distributed.
 
     Each process has the rows of ``weight`` and ``weight_y`` for the same classes, at least one, or
-    two ``DTensor`` whose first dimension one mesh dimension shards; ``bias`` and ``bias_y`` hold
-    the same classes. Classes may be distributed in any parts. ``x``, ``y`` and ``rows`` are equal
-    on all processes; if they are ``DTensor``, they are replicated. ``group``: the processes, None
-    for all; a ``DTensor`` replaces it. The other arguments are those of
+    two ``DTensor`` that are sharded in their first dimension, over one mesh dimension; ``bias`` and
+    ``bias_y`` hold the same classes. Classes may be distributed in any parts. ``x``, ``y`` and
+    ``rows`` are equal on all processes; if they are ``DTensor``, they are replicated. ``group``:
+    the processes, None for all; a ``DTensor`` replaces it. The other arguments are those of
     :func:`torchkiln.linear_kl`.
 
     Logits are computed for a chunk of rows at a time, again in backward. Forward gathers five

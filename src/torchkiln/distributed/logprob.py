@@ -254,13 +254,14 @@ def vocab_parallel_linear_logprob(
 ) -> Any:
     """Returns :func:`torchkiln.linear_logprob` of a layer whose classes are distributed.
 
-    Each process has the rows of ``weight`` for some adjacent classes, or a ``DTensor`` whose first
-    dimension one mesh dimension shards, and the whole ``x``. Logits are computed for a chunk of
-    rows at a time, again in backward. Forward gathers four numbers per row and process once, five
-    with ``entropy``; backward adds the gradients of ``x`` of all processes. There is no second
-    derivative. ``x``, ``target`` and ``rows`` are equal on all processes; a ``DTensor`` ``x`` is
-    replicated. Rows that ``rows`` leaves out cost neither product nor communication. Arguments are
-    those of :func:`vocab_parallel_logprob` and :func:`torchkiln.linear_logprob`.
+    Each process has the rows of ``weight`` for some adjacent classes, or a ``DTensor`` that is
+    sharded in its first dimension, over one mesh dimension, and the whole ``x``. Logits are
+    computed for a chunk of rows at a time, again in backward. Forward gathers four numbers per row
+    and process once, five with ``entropy``; backward adds the gradients of ``x`` of all processes.
+    There is no second derivative. ``x``, ``target`` and ``rows`` are equal on all processes; a
+    ``DTensor`` ``x`` is replicated. Rows that ``rows`` leaves out cost neither product nor
+    communication. Arguments are those of :func:`vocab_parallel_logprob` and
+    :func:`torchkiln.linear_logprob`.
     """
     check_softcap(LINEAR_NAME, softcap)
     check_temperature(LINEAR_NAME, temperature)

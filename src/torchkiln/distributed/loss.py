@@ -79,13 +79,12 @@ def vocab_parallel_cross_entropy(
     logits, and no other tensor of that size. Half precision is computed in float32. There is no
     second derivative.
 
-    ``logits`` is ``[..., classes of this process]``, or a ``DTensor`` whose classes one mesh
-    dimension shards. A ``DTensor`` replaces ``group``, ``classes`` and ``first_class``; the loss
-    then covers the rows of this process. ``group``: the processes, None for all.
-    ``classes``: the number of classes of all processes, if it is no multiple of the number of
-    processes; shards are then those of :func:`torch.chunk`, as in ``DTensor``. None: all shards
-    have as many classes as this one. ``first_class``: the first class of this process, for shards
-    of other sizes.
+    ``logits`` is ``[..., classes of this process]``, or a ``DTensor`` whose classes are sharded
+    over one mesh dimension. A ``DTensor`` replaces ``group``, ``classes`` and ``first_class``; the
+    loss then covers the rows of this process. ``group``: the processes, None for all. ``classes``:
+    the number of classes of all processes, if it is no multiple of the number of processes; shards
+    are then those of :func:`torch.chunk`, as in ``DTensor``. None: all shards have as many classes
+    as this one. ``first_class``: the first class of this process, for shards of other sizes.
 
     ``target``, int64, is equal on all processes and counts classes over all processes; ``weight``
     holds the classes of this process. The other arguments are those of

@@ -41,14 +41,14 @@ def rows_hold_blocks(x: Any) -> bool:
 
 
 def quantize(call: Call) -> Choices:
-    """Shards in all dimensions but the last, and in the last in whole blocks: data and scales."""
+    """Shards in each dimension, in the last in whole blocks; results are data and scales."""
     for dim in range(rank(call.x)):
         if dim < rank(call.x) - 1 or holds_blocks(call.x, call.x.shape[-1]):
             yield [Shard(dim)] * 2, {"x": Shard(dim)}
 
 
 def turned(call: Call, name: str) -> Choices:
-    """Shards of rows in the first dimension and of columns, in whole blocks; transposed results."""
+    """Shards of columns, and of rows in the first dimension, in whole blocks; transposed."""
     x = getattr(call, name)
     if rows_hold_blocks(x):
         yield [Shard(1)] * 2, {name: Shard(0)}
@@ -57,7 +57,7 @@ def turned(call: Call, name: str) -> Choices:
 
 
 def quantize_both(call: Call) -> Choices:
-    """The choices of :func:`turned`; the results are those of :func:`quantize`, also transposed."""
+    """The choices of :func:`turned`, for the results of :func:`quantize` and the transposed."""
     for outputs, inputs in turned(call, "x"):
         yield [*[inputs["x"]] * 2, *outputs], inputs
 
@@ -84,7 +84,7 @@ def dequantize(call: Call) -> Choices:
 
 
 def quantized_product(call: Call) -> Choices:
-    """Shards of rows, of result columns, and of the summed dimension; the last give parts."""
+    """Shards of rows and of result columns; shards of the summed dimension, which give parts."""
     last = rank(call.a) - 1
     for dim in range(last):
         yield [Shard(dim)], {"a": Shard(dim), "a_scale": Shard(dim)}
@@ -119,7 +119,7 @@ def gated_linear_fp8(call: Call) -> Choices:
 
 
 def gated_fp8_backward(call: Call) -> Choices:
-    """Shards of rows in the first dimension, in whole blocks; the last two results transposed."""
+    """Shards of rows in the first dimension, in whole blocks; two results are transposed."""
     if rows_hold_blocks(call.packed):
         yield [Shard(0), Shard(0), Shard(1), Shard(1)], {"grad": Shard(0), "packed": Shard(0)}
 

@@ -1,4 +1,4 @@
-"""Print what Hugging Face's hub requires of a kernel and a folder does not meet."""
+"""Print the requirements of Hugging Face's hub that the kernel in a folder does not meet."""
 
 from __future__ import annotations
 

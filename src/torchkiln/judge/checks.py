@@ -101,7 +101,7 @@ class Checks(Attempts):
                 raise
 
     def blame_weights(self) -> None:
-        """Add a finding if wrong results are right for the weights of the constructor."""
+        """If results are right for the weights of the constructor, make that the only finding."""
         if not self.takes_state:
             return
         self.load()

@@ -112,9 +112,9 @@ class Problem:
                 terms[i] = torch.maximum(terms[i], truth[i].abs() + row_rms(change))
         rounded = [a.to(dtype) if _is_real(a) else a for a in args]
         own = outputs(self.spec.composite(*rounded, **kwargs))
-        # `allowed_error` has two steps of float32 of the magnitude. In half precision a chain of
-        # torch's ops rounds each intermediate result to the dtype: with this factor the two steps
-        # are of the dtype, enough for four roundings of half a step each.
+        # `allowed_error` allows two rounding steps of float32 at the magnitude. In half precision a
+        # chain of torch's ops rounds each intermediate result to the dtype. This factor makes the
+        # two steps steps of the dtype, enough for four roundings of half a step each.
         chain = torch.finfo(dtype).eps / compute_eps(dtype)
         growth = max(self.terms**0.5, chain)
         return tuple(

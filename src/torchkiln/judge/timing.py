@@ -73,10 +73,11 @@ class Race:
         return reply.seconds / checks.at_once
 
     def keep(self, samples: list[Sample], reply: Reply) -> None:
-        """Keep the outputs of a turn. If memory is short, they replace a random turn's, or none.
+        """Keep the outputs of a turn.
 
-        Outputs are compared after the race: the next process in turn would wait for a judge that
-        has used up its share of a busy CPU.
+        If memory is short, they replace the outputs of a random turn, or are dropped. Outputs are
+        compared after the race: the next process in turn would wait for a judge that has used up
+        its share of a busy CPU.
         """
         size = sum(y.nbytes for outputs in reply.outputs for y in outputs)
         if len(self.kept) < max(2, MOST_KEPT // max(size, 1)):

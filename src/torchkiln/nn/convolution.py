@@ -43,9 +43,9 @@ def is_batch_norm(module: nn.Module | None) -> bool:
 def runs_batch_norm(module: nn.Module, *, inside: bool = False) -> bool:
     """Whether a call of the module runs a batch norm and nothing else.
 
-    ``inside`` is whether the caller has a proof that the forward of a derived class runs torch's
-    batch norm, and calls submodules after it. Then only the batch norm is asked for, and the caller
-    has checked that the module has no hooks.
+    With ``inside``, the caller asks about torch's batch norm inside the forward of a derived class.
+    It has a proof that the forward runs torch's batch norm and then calls submodules, and it has
+    checked that the module has no hooks.
     """
     return inside or (is_batch_norm(module) and is_torchs(module, BATCH_NORMS))
 

@@ -9,10 +9,10 @@ from torchkiln.typing import Device
 class KVCache(nn.Module):
     """Keys and values of earlier tokens, in buffers of fixed address and size.
 
-    Tokens are written in place, at positions that a tensor on the device gives. No size changes and
-    the host does not wait, so that a CUDA graph or a compiled step can be replayed for each token.
-    Positions that have not been written are zeros. :class:`Attention` with a rotation writes in the
-    pass that rotates, if the buffers have the dtype of the projection.
+    Tokens are written in place, at positions that are read from a tensor on the device. No size
+    changes and the host does not wait, so that a CUDA graph or a compiled step can be replayed for
+    each token. Positions that have not been written are zeros. :class:`Attention` with a rotation
+    writes in the pass that rotates, if the buffers have the dtype of the projection.
 
     Args:
         batch: number of sequences.

@@ -1,8 +1,8 @@
-"""Short messages of TorchInductor about ops of torchkiln and of its kit, set at its import.
+"""Shortens TorchInductor's messages about ops of torchkiln and of its kit.
 
-torch 2.11 prints the arguments of each op that it meets first, in the text of a message that nobody
-logs. An argument prints the ops that it comes from, again for each use: the time to compile a model
-whose residual passes through such ops doubles with each layer.
+When torch 2.11 meets an op for the first time, it makes a message with the arguments of the op,
+even if nothing logs it. The text of an argument has the ops that it comes from, again for each use.
+So the time to compile a model whose residual passes through such ops doubles with each layer.
 """
 
 from types import ModuleType

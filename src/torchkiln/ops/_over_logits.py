@@ -23,7 +23,8 @@ KEYED: set[type] = set()
 def key_by_donations(module: ModuleType) -> None:
     """Makes the list a part of the cache's keys, for graphs that call backward.
 
-    Two functions can have one backward, and different lists: if only one returns the logits.
+    Two functions can have equal graphs of backward and different lists, if only one of them returns
+    the logits.
     """
     key: Any = getattr(module, "FxGraphHashDetails", None)
     if key is None:
@@ -43,7 +44,7 @@ def key_by_donations(module: ModuleType) -> None:
 
 
 def lower_backward(module: ModuleType) -> None:
-    """Chooses between both forms of backward where Inductor makes code of a graph."""
+    """Chooses between the two forms of backward when Inductor generates the code of a graph."""
     ops, kernel = torch.ops.torchkiln, module.fallback_handler
     target = ops._cross_entropy_backward.default
     new = kernel(target, add_to_fallback_set=False)
@@ -52,7 +53,7 @@ def lower_backward(module: ModuleType) -> None:
     def backward(grad: Any, logits: Any, *others: Any) -> Any:
         """The gradient of the logits."""
         graph, ir = module.V.graph, module.ir
-        # A CUDA graph of a backward that changes its inputs needs these in memory of its own.
+        # In a CUDA graph, a backward that changes its inputs would need copies of them.
         is_plain = bool(KEYED) and not (graph.cpp_wrapper or module.config.triton.cudagraphs)
         if is_plain and is_last_read(graph, ir.DonatedBuffer):
             place = ir.ExternKernel.realize_input(logits)
@@ -86,7 +87,7 @@ def is_last_read(graph: Any, donated: type) -> bool:
 
 
 def is_kept(graph: Any, name: str, box: Any) -> bool:
-    """Whether the result of an earlier node that is read later lies in a buffer.
+    """Whether a buffer has the result of an earlier node that a later node reads.
 
     Inductor makes no copy for some nodes that have memory of their own in the graph.
     """

@@ -24,8 +24,8 @@ BROADCAST = "; to broadcast, pass *torch.broadcast_tensors(gate, up)"
 def swiglu(gate: Tensor, up: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
     """Returns ``silu(gate) * up``, where ``silu(x)`` is ``x / (1 + exp(-x))``.
 
-    The result is contiguous, but has the strides of ``gate`` if ``gate`` and ``up`` are dense in
-    one other order, such as two transposed matrices.
+    The result is contiguous. If ``gate`` and ``up`` are dense in the same other order, such as two
+    transposed matrices, it has the strides of ``gate``.
 
     Args:
         gate: any shape; float32, float64, float16 or bfloat16. Half precision is computed in

@@ -269,7 +269,7 @@ def routed(
 
 
 def route(found: Route) -> Callable[[], None]:
-    """Gives models that share a config torchkiln's attention; returns a function that undoes it."""
+    """Gives torchkiln's attention to models that share a config; returns the undo."""
     registration = _restore_attention()
     found.config._attn_implementation_internal = NAME
     for model in found.models:

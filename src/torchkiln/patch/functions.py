@@ -247,7 +247,7 @@ def file_of(value: type) -> str:
 
 
 def depends(function: FunctionType) -> str:
-    """The reason why other calls may differ: numbers or names that the function reads; or ""."""
+    """The reason why other calls may differ, a number or name that is read; else empty."""
     for code in nested(function.__code__):
         for number in code.co_consts:
             if isinstance(number, int) and abs(number) > LARGEST and number != IGNORED:

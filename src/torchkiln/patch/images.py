@@ -104,7 +104,7 @@ def plan_for(
 
 
 def why_other_results(module: nn.Module, plan: ChannelsLast, given: Given, model: nn.Module) -> str:
-    """The reason if results differ in more than rounding, or are not contiguous; or ""."""
+    """The reason if results differ in more than rounding or are not contiguous; else empty."""
     own = type(module)
     with preserved(model), evaluated(model), torch.no_grad():
         try:

@@ -53,7 +53,7 @@ class View:
 
 
 def identity(tensor: Tensor) -> tuple[Any, ...]:
-    """What a tensor shares with its views that have as many elements."""
+    """Properties that a tensor shares with its views of as many elements."""
     return tensor.data_ptr(), tensor._version, tensor.dtype, tensor.numel()
 
 

@@ -75,7 +75,7 @@ def verdict(row: Replacement) -> str:
 
 
 def cells(rows: list[Replacement]) -> tuple[str, ...]:
-    """The cells of the line for rows of equal was, now and verdict: largest error, sum of times."""
+    """The cells of one line for rows with equal texts: the largest error, the sum of times."""
     worst = max(rows, key=lambda row: row.error_now or 0.0)
     errors = times = ""
     if worst.error_was is not None and worst.error_now is not None:

@@ -51,7 +51,7 @@ class Case:
 
 
 def cases(specs: Iterable[OpSpec], device: torch.device) -> Iterator[Case]:
-    """A case per dtype for each check that applies to ``specs`` on ``device``, even an absent one.
+    """A case per dtype for each check that applies to ``specs`` on ``device``.
 
     Raises SpecError before the first case if a spec is incomplete or contradicts itself.
     """

@@ -82,7 +82,7 @@ def small_samples(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> dic
 
 @dataclass(frozen=True)
 class Plan:
-    """The drawn numbers that define a call; hypothesis prints them when it fails."""
+    """The drawn numbers that define a call; hypothesis prints them when a test fails."""
 
     dtype: torch.dtype
     source: str | tuple[int, int]

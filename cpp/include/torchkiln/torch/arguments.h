@@ -154,8 +154,8 @@ struct Sizes {
   operator c10::SymIntArrayRef() const { return values; }
 };
 
-/// Sizes that convert only to an optional list, because an assignment would prefer a conversion to
-/// a plain list.
+/// An optional list of sizes. It has no conversion to a plain list: an assignment to an
+/// OptionalSymIntArrayRef would prefer that one.
 struct MaybeSizes {
   std::optional<Sizes> sizes;
   operator at::OptionalSymIntArrayRef() const {

@@ -137,9 +137,9 @@ c10::DispatchKeySet keys_of(const Values&... values) {
 
 }  // namespace detail
 
-/// Calls an op through the dispatcher. The arguments are those of Op::kernel, where options may be
-/// any struct with the parameter's fields; or they are those of the schema, several of which may be
-/// passed as one option struct.
+/// Calls an op through the dispatcher. The arguments are those of Op::kernel or those of the
+/// schema. In the first case, options may be any struct with the fields of the parameter. In the
+/// second case, one option struct may stand for several arguments.
 template <class Op, class... Args>
 decltype(auto) call(Args&&... args) {
   return std::apply(

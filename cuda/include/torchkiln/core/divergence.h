@@ -9,6 +9,7 @@
 
 namespace torchkiln {
 
+/// The divergence of p, a student's distribution, and q, a teacher's, as a sum over the classes:
 ///   forward  sum of q * log(q / p)
 ///   reverse  sum of p * log(p / q)
 ///   js       sum of beta * q * log(q / m) + (1 - beta) * p * log(p / m), m = beta q + (1 - beta) p

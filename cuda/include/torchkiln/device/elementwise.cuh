@@ -20,7 +20,7 @@
 namespace torchkiln::device {
 namespace elementwise {
 
-/// Whether adjacent threads write one byte together. A body says so by a member kSharesBytes.
+/// Whether adjacent threads write one byte together. Such a body has a member kSharesBytes.
 template <class Body, class = void>
 inline constexpr bool kSharesBytes = false;
 template <class Body>

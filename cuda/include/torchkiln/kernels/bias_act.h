@@ -76,9 +76,9 @@ namespace cuda {
 /// Runs on the current device, queued on `stream`.
 TORCHKILN_EXPORT Status bias_act(const BiasAct& arguments, CUstream_st* stream);
 
-/// Computes both gradients in one pass over grad and the saved tensor, and a short second kernel
-/// adds partial sums; of one long row each in a pass of its own. No atomics: results are bitwise
-/// reproducible.
+/// Computes both gradients in one pass over grad and the saved tensor; a short second kernel adds
+/// partial sums. For one long row, each gradient takes a pass of its own. No atomics: results are
+/// bitwise reproducible.
 TORCHKILN_EXPORT Status bias_act_backward(const BiasActBackward& arguments, Allocate allocate,
                                           CUstream_st* stream);
 

@@ -61,8 +61,8 @@ TORCHKILN_EXPORT Status bias_dropout_add(const Elementwise<3>& arguments, const 
 TORCHKILN_EXPORT Status dropout_backward(const Elementwise<1>& arguments, const Dropout& dropout,
                                          CUstream_st* stream);
 
-/// Computes both gradients in one pass over grad, and a short second kernel adds partial sums. Of
-/// one long row the gradients are equal: the second one is a copy.
+/// Computes both gradients in one pass over grad; a short second kernel adds partial sums. For one
+/// long row both gradients are equal, and the second one is a copy of the first.
 TORCHKILN_EXPORT Status bias_dropout_backward(const DropoutBackward& arguments, Allocate allocate,
                                               CUstream_st* stream);
 

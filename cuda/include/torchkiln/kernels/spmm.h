@@ -43,9 +43,10 @@ struct Spmm {
   void* workspace;  // set by the CUDA launcher
 };
 
-/// Whether cuda::spmm() should read `dense`, whose columns are contiguous, in place. If there are
-/// few entries, each element that they need costs a sector of 32 bytes. A copy in rows reads and
-/// writes all elements, at about an eighth of the speed.
+/// Whether cuda::spmm() should read `dense`, whose columns are contiguous, in place. Then each
+/// element that an entry needs costs a sector of 32 bytes, which is little if there are few
+/// entries. The alternative, a copy in rows, reads and writes all elements, at about an eighth of
+/// the speed.
 inline bool reads_columns(const Spmm& p) {
   const int64_t matrices = p.dense.batch_stride == 0 ? 1 : p.batch;
   return p.column_stride != 1 && p.dense.row_stride == 1 &&

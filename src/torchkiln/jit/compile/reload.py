@@ -25,7 +25,7 @@ Stamp = tuple[int, int, int] | None
 
 
 def stamp(path: str) -> Stamp:
-    """Facts of which one changes when a file is saved: time, size, inode."""
+    """Facts about a file, at least one of which changes when it is saved: time, size, inode."""
     try:
         facts = os.stat(path)  # noqa: PTH116  twice as fast as Path.stat
     except OSError:

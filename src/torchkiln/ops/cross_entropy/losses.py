@@ -257,8 +257,8 @@ def linear_cross_entropy(
     backward. On a GPU in bfloat16, up to 8192 rows are one chunk if this takes no more memory than
     a smaller chunk and the float32 sum. A chunk of 1 GiB or more, of up to 8192 rows and a multiple
     of 8 classes, lies partly in the memory of the gradient of ``linear_weight`` until that gradient
-    is written. The other logits, which take memory of their own, are 4/7 for twice as many rows as
-    features, and 1/3 for equally many. This holds for a mean or a sum without ``softcap`` and
+    is written. The logits that take memory of their own are then 4/7 of all with twice as many rows
+    as features, and 1/3 with equally many. This holds for a mean or a sum without ``softcap`` and
     ``return_accuracy``, but not for float16.
 
     On a GPU, large half-precision products of classes that are no multiple of 8 need copies of

@@ -152,14 +152,14 @@ def proven(module: Any, q: Tensor, cos: Tensor) -> Form | None:
 
 
 def has_columns(form: Form, *angles: fx.Node) -> bool:
-    """Whether the graph shows that cos and sin have the equal columns that the form requires."""
+    """Whether the graph shows that columns of cos and sin are equal as the form requires."""
     return form.factors in ("pairs", "first") or all(
         doubled(angle) == form.factors for angle in angles
     )
 
 
 def doubled(node: Any) -> str:
-    """The equal columns of an angle, as in :class:`Form`; empty if the graph does not show it."""
+    """Which columns of cos or sin are equal, as in :class:`Form`; empty if unknown."""
     while isinstance(node, fx.Node) and name_of(node) in ELEMENTWISE:
         first, *others = node.args
         is_number = name_of(node) != "mul" or isinstance(others[0], (int, float))

@@ -42,7 +42,7 @@ FACTS = ("dtype", "ndim", "dim", "is_floating_point", "is_complex")
 
 @functools.lru_cache(maxsize=4096)
 def fault_of(code: CodeType) -> str:
-    """The reason if a function stores outside of itself or has reads that no trace shows, or ""."""
+    """The reason if a function has stores or reads that no trace shows; empty if it has none."""
     steps = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
     for step, after in itertools.pairwise(steps):
         if found := hidden(step, after):

@@ -139,8 +139,8 @@ class Gated(ProvenPlan):
 def saves_its_input(down: Any) -> bool:
     """Whether a layer is torch's linear layer, or one with our forward, and nothing else.
 
-    Hooks for saved tensors would change what other code gets back: of a parameter that it saves
-    they return the values only.
+    Other code that saves a parameter would get back its values only, because of our hooks for saved
+    tensors.
     """
     is_own = type(down) is nn.Linear or isinstance(plan_of(down), WideLinear)
     is_plain = is_own and "forward" not in vars(down) and not has_hooks(down)

@@ -138,7 +138,7 @@ class Watch:
         return "CALL" in dis.opname[code[at]]
 
     def refuse(self, reason: str) -> None:
-        """Record a reason, and end the call before the effect."""
+        """Record a reason and raise, which ends the forward before the effect; nothing for ""."""
         if reason:
             self.reason = self.reason or reason
             raise NoFormulaError(reason)

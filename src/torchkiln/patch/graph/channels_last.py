@@ -131,17 +131,17 @@ class ChannelsLast(Plan):
         return tuple(converted(x) if at in self.places else x for at, x in enumerate(args))
 
     def forward(self, module: Any, *args: Any, **options: Any) -> Any:
-        """Not called: :meth:`method` calls the forward that it is around."""
+        """Not called, because :meth:`method` calls the inner forward itself."""
         raise NotImplementedError
 
     def method(self, original: type[nn.Module]) -> Callable[..., Any]:
-        """The forward of the class, which converts the arguments and the result of another."""
+        """The forward of the class: converts arguments, calls the inner forward, converts back."""
         made = self.inner and self.inner.method(original)
         fits, convert = self.fits, self.converted
 
         @functools.wraps(original.forward, updated=())
         def forward(module: nn.Module, /, *args: Any, **options: Any) -> Any:
-            inner = made or original.forward  # which may be set anew
+            inner = made or original.forward  # read in each call: it may be replaced
             if options or is_compiling() or not fits(module, *args):
                 return inner(module, *args, **options)
             return given_back(inner(module, *convert(args)))

@@ -144,7 +144,7 @@ def prove(cls: Any) -> Proof:
 
 
 def check_classes(cls: type, base: Any, between: Sequence[type]) -> None:
-    """Refuses classes that change more than the forward, and a forward of torch that is not its."""
+    """Refuses classes that change more than the forward, and a replaced forward of torch."""
     function = vars(batchnorm._BatchNorm)["forward"]
     is_own = isinstance(function, FunctionType) and function.__globals__ is vars(batchnorm)
     is_own = is_own and base.forward is function
@@ -159,7 +159,7 @@ def check_classes(cls: type, base: Any, between: Sequence[type]) -> None:
 
 
 def resolved(function: Any, chain: Chain) -> object:
-    """The object of a global of a function and of attributes of modules; MISSING if none is."""
+    """The object that a function reads by a global and attributes of modules, or MISSING."""
     name, *rest = chain
     value = function.__globals__.get(name, MISSING)
     if value is MISSING:

@@ -87,7 +87,7 @@ def why_not_changed(
     shared: Memory,
     same: Memory,
 ) -> str:
-    """The reason why a change in place may be seen in other memory, or not at all; or ""."""
+    """The reason why a change in place may reach other memory, or none; else empty."""
     order = {node: index for index, node in enumerate(graph.nodes)}
     readers = {
         node: [order[x] for x in node.users if x.op == "output" or call_of(root, x).result != FACT]
@@ -109,7 +109,7 @@ def why_not_changed(
 
 
 def why_not_returned(graph: fx.Graph, shared: Memory) -> str:
-    """The reason why results may share memory with each other or with an argument; or ""."""
+    """The reason why results may share memory, also with an argument; else empty."""
     output = next(node for node in graph.nodes if node.op == "output")
     results = [shared.of(x) for x in leaves(output.args)]
     arguments = {shared.of(node) for node in graph.nodes if node.op == "placeholder"}

@@ -80,7 +80,7 @@ def rewrite_pair(
 def maker_of(
     block: list[ast.stmt], index: int, norms: Collection[str]
 ) -> tuple[str, ast.Call] | None:
-    """The name of the norm that makes the value of a statement, and its call or that of a sum."""
+    """The name of the norm that computes a statement's value, and the call of norm or sum."""
     value = getattr(block[index], "value", None)
     call = call_of(value, norms)
     if call is not None and isinstance(value, ast.Call):

@@ -70,7 +70,7 @@ class Loss(nn.CrossEntropyLoss):
 
 
 def made_loss(*args: Any, **options: Any) -> nn.CrossEntropyLoss:
-    """``torch.nn.CrossEntropyLoss`` with these arguments; it calls our op if that has them."""
+    """A ``torch.nn.CrossEntropyLoss``, which calls our op if that has all these arguments."""
     is_ours = len(args) <= 1 and all(name in OPTIONS for name in options)
     return (Loss if is_ours else nn.CrossEntropyLoss)(*args, **options)
 
@@ -80,7 +80,7 @@ LOSS = "_kiln_loss"
 
 
 def loss_of(called: Any) -> Any:
-    """Our loss in place of torch's. Any other value is unchanged: the name may be bound to it."""
+    """Our loss if the value is torch's; else the value, to which the name may be bound."""
     if called is F.cross_entropy:
         return called_loss
     return made_loss if called is nn.CrossEntropyLoss else called

@@ -52,7 +52,7 @@ class RopeCall(NamedTuple):
 
 
 def rope_of(called: Any) -> Any:
-    """The op for a proven function; other values unchanged: the name may have a new value."""
+    """The op if the value is a proven function; else the value itself."""
     if type(called) is not FunctionType:
         return called
     if is_dynamo_compiling() and not is_exporting():

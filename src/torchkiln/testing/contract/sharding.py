@@ -107,7 +107,7 @@ def sharding(spec: OpSpec, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def require_choices(where: str, call: Call, mesh: Any) -> None:
-    """Run a call with the placements of each choice, on two mesh dimensions of pairs of choices."""
+    """Run a call with each choice of placements; on a mesh of two dimensions, pairs of choices."""
     from torchkiln.distributed import rules  # noqa: PLC0415
 
     def described(value: Any) -> Any:

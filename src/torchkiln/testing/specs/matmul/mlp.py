@@ -191,7 +191,7 @@ def halves_of(act: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
 
 
 def activated(act: str, z: Tensor) -> Tensor:
-    """The activation by torch's function."""
+    """The activation, computed with torch's function."""
     return FORMULAS[act].value(z)
 
 

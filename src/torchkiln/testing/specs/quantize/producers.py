@@ -1,8 +1,9 @@
 """The contracts of functions with a result in float8_e4m3fn: its dequantised numbers are compared.
 
-A truth rounds the float64 result of the plain op. Where that lies between two numbers of E4M3, the
-plain op, rounded to its own dtype first, may be quantised to the other one; the composite, which
-quantises the plain op's result, then has the same error. Elsewhere no other number passes.
+A truth rounds the float64 result of the plain op. Near the middle between two numbers of E4M3, the
+plain op, whose result is first rounded to its own dtype, may be quantised to the other number. The
+composite, which quantises the result of the plain op, then has the same error. Elsewhere only the
+right number passes.
 """
 
 from __future__ import annotations

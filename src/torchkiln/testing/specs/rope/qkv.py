@@ -260,7 +260,7 @@ def fill_cache(*, keys: Tensor, values: Tensor, **given: Any) -> tuple[Tensor, .
 
 
 def filled(function: Callable[..., tuple[Tensor, ...]], *args: Any, **kwargs: Any) -> Any:
-    """The results of a function that returns keys and values, with both in new caches."""
+    """The function's queries, and caches to which its keys and values are written."""
     names = ("qkv", "cos", "sin", "q_weight", "k_weight", "num_heads", "num_kv_heads")
     given = {**dict(zip(names, args, strict=True)), **kwargs}
     q, *rows = function(*args, **kwargs)
