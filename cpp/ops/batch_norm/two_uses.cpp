@@ -16,7 +16,7 @@ using torch::autograd::Node;
 /// Whether, in this run, only the node's own function reads the gradient of its output.
 bool is_private(Node& node) {
   const auto* const executed = torch::autograd::get_current_graph_task_exec_info();
-  const bool runs_all = executed == nullptr || executed->empty();  // no torch.autograd.grad()
+  const bool runs_all = executed == nullptr || executed->empty();  // not torch.autograd.grad()
   return runs_all && node.pre_hooks().empty() && node.tensor_pre_hooks().empty() &&
          node.retains_grad_hooks().empty() && node.post_hooks().empty();
 }

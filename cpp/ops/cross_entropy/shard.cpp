@@ -35,7 +35,7 @@ void check_state(const char* op, const Tensor& state, int64_t count, const Tenso
               rows, "]");
 }
 
-/// The loss of a row has no z-loss and is not reduced to a mean.
+/// The options of a shard's losses, which have no z-loss and are not reduced to a mean.
 struct ShardOptions : LossOptions {
   ShardOptions() { reduction = LossReduction::sum; }
 

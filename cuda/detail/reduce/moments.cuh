@@ -8,8 +8,8 @@ struct Moments {
   double mean;
   double squares;
 
-  /// Converts sums of the distances from `origin`, which is one of the numbers, and of the squares
-  /// of these distances.
+  /// Moments from two sums: of the distances from `origin`, and of their squares. `origin` is one
+  /// of the numbers.
   static __device__ __forceinline__ Moments from_sums(double count, double origin, double sum,
                                                       double squares) {
     if (count == 0) return {};

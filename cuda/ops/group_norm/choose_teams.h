@@ -67,7 +67,7 @@ inline std::optional<GroupTeamPlan> choose_teams(const GroupNorm& p, const Devic
 
 inline GroupSamplesPlan plan_samples(const GroupLayout& layout, int64_t span, int lanes, int rows,
                                      const Device& device) {
-  constexpr int64_t kSamplesOfThread = 8;  // fewest samples
+  constexpr int64_t kSamplesOfThread = 8;  // fewest samples per thread
   constexpr int kBlocks = 4;               // per multiprocessor
   GroupSamplesPlan plan{lanes, rows, span, layout.channels * layout.inner / span, 0, 0};
   plan.tiles_of_span = ceil_div(span, int64_t{kWarpLanes} * lanes);

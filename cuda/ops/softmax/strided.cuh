@@ -12,7 +12,7 @@
 namespace torchkiln::cuda {
 namespace {
 
-constexpr float kExcluded = -INFINITY;  // excluded by a mask
+constexpr float kExcluded = -INFINITY;  // an element that a mask excludes
 
 /// The mask of one row.
 class MaskRow {

@@ -206,9 +206,9 @@ inline bool has_block_per_entry(const SampledProduct& p) {
          (p.batch == 1 && p.pattern.entries <= kMostEntries && p.width >= kLeastWidthOfEntries);
 }
 
-/// The base-2 logarithm of the threads of a row of mean length. They take two steps or more for the
-/// row, or about one step if there are few entries. kLanes << k threads process kUnroll << k
-/// entries per step.
+/// The base-2 logarithm of the number of threads that share a row of mean length. They process the
+/// row in two or more steps, or in about one step if there are few entries. kLanes << k threads
+/// process kUnroll << k entries per step.
 template <class Flight>
 int group_log2_of(const CsrPattern& pattern, int least, int most) {
   const int64_t mean = pattern.entries / pattern.rows;

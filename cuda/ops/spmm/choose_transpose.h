@@ -16,7 +16,7 @@ using namespace device;
 // Ranks: each block reads all entries. It counts the ranks of kRankThreads >> lanes_log2 entries or
 // columns, with 1 << lanes_log2 threads for each.
 inline constexpr int kRankThreads = 128;
-inline constexpr int kRankBits = 11;  // bits of a key for the index; the others: its column
+inline constexpr int kRankBits = 11;  // bits of a key with the index; the others have the column
 inline constexpr int64_t kMostRanked = int64_t{1} << kRankBits;
 /// Maximum number of comparisons for ranks. With 15 million, an H100 takes 9 us longer than for a
 /// counting sort.

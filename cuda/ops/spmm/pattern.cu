@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kSortThreads)
       if (block == 0) begins[c] = begin + smaller;
     }
     begin += sum;
-    __syncthreads();  // the storage is used again, and positions are read
+    __syncthreads();  // before the storage is used again and positions are read
   }
   if (block == 0 && threadIdx.x == 0) begins[columns] = static_cast<int32_t>(entries);
 

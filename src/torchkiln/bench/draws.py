@@ -158,7 +158,7 @@ def text(draw: Draw) -> str:
     """The call as Python code."""
 
     def of(value: object) -> str:
-        if isinstance(value, torchkiln.QuantizedWeight):  # from any tensor of its size
+        if isinstance(value, torchkiln.QuantizedWeight):  # its numbers do not affect times
             weight = torch.empty(value.data.shape, device=value.data.device)
             return f"torchkiln.quantize_weight({tensor_text(weight)})"
         return tensor_text(value) if isinstance(value, Tensor) else repr(value)

@@ -92,7 +92,7 @@ def prepare(batch: list[BenchCase], direction: str, names: tuple[str, ...]) -> P
                 call()
         except peers.Refused as refusal:
             missing[name] = str(refusal)
-        except Exception as error:  # peers and compilers raise anything
+        except Exception as error:  # peers and compilers may raise any error
             first = next(iter(str(error).strip().splitlines()), "")
             missing[name] = f"{type(error).__name__}: {first}"
         else:
@@ -215,7 +215,7 @@ def time_small(
     for name, calls in {**prepared.calls, **references}.items():
         try:
             graphs[name] = captured(calls, stream)
-        except Exception as error:  # peers raise anything
+        except Exception as error:  # peers may raise any error
             if name == OURS or name in references:
                 raise
             missing[name] = f"{type(error).__name__} in a CUDA graph"
@@ -268,6 +268,6 @@ def peaks(case: BenchCase, direction: str, names: tuple[str, ...], gauge: Gauge)
             call = call_of(peers.own_tensors(name, case), make(case), moment)
             call()  # warms up
             found[name] = gauge(call)
-        except Exception:  # peers and compilers raise anything
+        except Exception:  # peers and compilers may raise any error
             continue
     return found

@@ -157,7 +157,7 @@ class Plan:
         shapes = self._shapes(kind, spec)
         budget.begin(self._count(kind, spec))
         others = tuple(name for name in self.settings.peers if knows(name, spec.name))
-        if kind in (SWEEP, ROWS) and self.is_report:  # the calls benchmark has the other peers
+        if kind in (SWEEP, ROWS) and self.is_report:  # other peers are timed in CALLS
             others = (EAGER,)
         usual = replace(self.settings, peers=others)
         for shape in shapes:

@@ -78,7 +78,7 @@ class Pair:
         is_js = self.direction == "js"
         found, own = self.numbers("forward" if is_js else self.direction)
         for numbers, layer in zip(own, (self.student, self.teacher), strict=True):
-            if layer.bias is not None:  # without a class that can be drawn, such as padding
+            if layer.bias is not None:  # all classes may have probability 0, such as padding
                 numbers[0].masked_fill_((layer.bias == -torch.inf).all(), -torch.inf)
         numbers = own[:, :2].flatten(0, 1)
         if not is_js:
@@ -136,7 +136,7 @@ def whole(parts: Tensor) -> tuple[Tensor, Tensor]:
 def divergence(log_p: Tensor, log_q: Tensor, within: Tensor) -> Tensor:
     """The divergence from q to p, from shares of shards and the divergences within them."""
     p = log_p.exp()
-    within = within.masked_fill(log_q == -torch.inf, 0)  # not a number: q has no class there
+    within = within.masked_fill(log_q == -torch.inf, 0)  # NaN where q has no class in the shard
     return (p * ((log_p - log_q) + within)).masked_fill(p == 0, 0).sum(0)
 
 

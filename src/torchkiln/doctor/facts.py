@@ -129,7 +129,7 @@ def gather(environment: Environment) -> Facts:
     if environment.torch:
         try:
             torch = read_torch(environment.torch)
-        # torch/version.py is executed: a damaged one can raise anything.
+        # torch/version.py is executed: a damaged file may raise any error.
         except Exception as error:
             torch_error = f"{type(error).__name__}: {error}"
     record, record_error = None, None

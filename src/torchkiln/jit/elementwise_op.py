@@ -59,7 +59,7 @@ class Elementwise(Op):
             check=self._require,
         )
 
-    if TYPE_CHECKING:  # at run time Op.__call__ is called, without another frame
+    if TYPE_CHECKING:  # at run time Op.__call__ is used, which saves a frame
 
         def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
             """Calls the op, which returns one tensor."""
@@ -187,7 +187,7 @@ def elementwise(
         )
     used = list(dict.fromkeys(names_in(node))) if node is not None else []
     found = read_arguments(arguments or ", ".join(used))
-    # torch.ops.x.name is an attribute of torch's
+    # torch gives each namespace of torch.ops an attribute `name`
     if name and (not is_plain(name) or name.startswith("__") or name == "name"):
         raise ValueError(
             f"{WHERE}: name: got {name!r}, expected a Python identifier of ASCII characters"

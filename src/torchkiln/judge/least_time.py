@@ -65,7 +65,7 @@ class LargestProduct(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # the wrapper of torch.compile takes seconds to import
+        return False  # for True, torch would import its compiler: seconds
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op, and count its operations."""

@@ -35,7 +35,7 @@ class Record(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # the wrapper of torch.compile takes seconds to import
+        return False  # for True, torch would import its compiler: seconds
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record an op, and run it."""
@@ -82,7 +82,7 @@ def record(problem: Problem, sample: Sample) -> tuple[Record, tuple[Tensor, ...]
 def redundant(seen: Record, results: tuple[Tensor, ...]) -> str | None:
     """Work whose result is not used, or that is done twice."""
     if any(name.endswith("_") or "_." in name for name, *_ in seen.ops):
-        return None  # an op in place: the record has no order of reads and writes of one tensor
+        return None  # an op in place: the record does not order its reads and writes
     used = set(map(id, results))
     wasted: Counter[str] = Counter()
     total = 0

@@ -156,7 +156,7 @@ def convolved(
     weight, bias = given["weight"], given["bias"]
     assert weight is not None
     if not (x.is_cuda and x.dtype in HALF and norm.training):
-        return conv._conv_forward(x, weight, bias), None  # a call of the module takes 2 us more
+        return conv._conv_forward(x, weight, bias), None  # 2 us faster than a call of conv
     known = None
     if runs_batch_norm(norm, inside=inside):
         geometry = Geometry(conv.stride, conv.padding, conv.dilation, conv.groups)

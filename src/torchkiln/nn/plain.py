@@ -35,7 +35,7 @@ def attribute(module: nn.Module, name: str, *default: Any) -> Any:
 
     As in ``getattr``, an attribute of the class or its own ``__getattr__`` comes first.
     """
-    if is_compiling():  # torch.compile would guard on the table
+    if is_compiling():  # torch.compile would add guards for the table
         return getattr(module, name, *default)
     key = type(module), name
     by_torch = BY_TORCH.get(key)

@@ -58,7 +58,7 @@ def lower_backward(module: ModuleType) -> None:
         if is_plain and is_last_read(graph, ir.DonatedBuffer):
             place = ir.ExternKernel.realize_input(logits)
             place = place if isinstance(place, ir.TensorBox) else ir.TensorBox(place)
-            graph.mark_buffer_mutated(place.get_name())  # earlier readers run before
+            graph.mark_buffer_mutated(place.get_name())  # so earlier readers run before the call
             if not is_kept(graph, place.get_name(), ir.TensorBox):
                 over(grad, place, *others)
                 return place
@@ -72,7 +72,7 @@ def is_last_read(graph: Any, donated: type) -> bool:
 
     The gradient must also have the strides of the logits.
     """
-    if hasattr(graph, "parent"):  # donated inputs are numbered in the whole graph
+    if hasattr(graph, "parent"):  # a subgraph: donated inputs are those of the whole
         return False
     node = graph.current_node
     logits = node.args[1]

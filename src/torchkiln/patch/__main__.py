@@ -51,7 +51,7 @@ def made(factory: str, *, on_meta: bool) -> nn.Module:
         function: Any = importlib.import_module(module)
         for part in name.split("."):
             function = getattr(function, part)
-    except Exception as error:  # a module of the user may raise anything
+    except Exception as error:  # a user's module may raise any error
         raise ValueError(
             f"{WHERE}: MODULE:FACTORY: got {factory!r} ({brief(error)}), expected a module and a "
             "function that returns a model, such as torchvision.models:resnet50"

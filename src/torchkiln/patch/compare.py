@@ -76,7 +76,7 @@ def has_same_gradients(match: Match, args: tuple[Tensor, ...]) -> bool:
                 weight = numbers(*y.shape, seed=99)
                 wanted = [*leaves, *parameters]
                 found = torch.autograd.grad((y * weight).sum(), wanted, materialize_grads=True)
-        except Exception:  # a result without a gradient, for example
+        except Exception:  # for example, if a result has no gradient
             return None
         return list(found)
 

@@ -306,7 +306,7 @@ def find(
         if not is_pair and (type(module) is not nn.Linear or module in parts):
             continue
         layers = layers_of(module) if is_pair else (module,)
-        parts.update(layers)  # a pair does not call its layers
+        parts.update(layers)  # MLP and GatedMLP do not call their layers
         children = [child for child, _ in module.named_children()] if is_pair else []
         names = [f"{name}.{child}".lstrip(".") for child in children]
         each = ((name, module), *zip(names, layers, strict=False))

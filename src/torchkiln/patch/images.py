@@ -98,7 +98,7 @@ def plan_for(
         made_class(type(module), plan)
     except NoFormulaError as error:
         return str(error)
-    except Exception as error:  # classes of users raise anything
+    except Exception as error:  # a user's class may raise any error
         return f"its search raised {type(error).__name__}: {error}"
     return why_other_results(module, plan, given, model) or plan
 

@@ -168,7 +168,7 @@ def make_class(original: type[nn.Module], plan: Plan) -> type[nn.Module]:
         way.
         """
         parts = original.__reduce_ex__(self, protocol)
-        assert isinstance(parts, tuple)  # a string names a global, which a module is not
+        assert isinstance(parts, tuple)  # a string would name a global
         if type(self) is not made or parts[0] not in NEW:
             return parts
         given = parts[1][1:] if parts[0] is NEW[0] else ()
@@ -218,7 +218,7 @@ def _restore(
             found = "no such plan" if kind is None else f"version {kind.version}"
             raise ValueError(f"this torchkiln has {found}")
         cls = made_class(original, kind.loaded(settings))
-    except Exception as error:  # settings of another version can raise anything
+    except Exception as error:  # other versions' settings may raise any error
         warnings.warn(
             f"torchkiln.replace: {original.__qualname__}: got a pickle with the replacement "
             f"{name!r} of version {version}, which cannot be restored ({error}), so the forward of "

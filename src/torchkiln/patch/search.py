@@ -79,7 +79,7 @@ class Search:
                 return outcome
         try:
             known.append(self.outcome(module, dtype, device))
-        except Exception as error:  # forwards of users raise anything
+        except Exception as error:  # a user's forward may raise any error
             reason = f"its search raised {type(error).__name__}: {error}"
             known.append(Outcome(reason, None, Reads(own_values(module))))
         return known[-1]

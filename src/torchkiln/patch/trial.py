@@ -143,7 +143,7 @@ class Trial:
         if key not in self.known:
             try:
                 self.known[key] = self.times(one.module, given)
-            except Exception:  # a forward that changes its arguments, for example
+            except Exception:  # for example, if a forward changes its arguments
                 self.known[key] = []
         if not self.known[key]:
             return True

@@ -55,7 +55,7 @@ def specs_of(where: str, argument: str, module: str) -> tuple[OpSpec, ...]:
     """Load the variable SPECS of a module of another package, by module name or file path."""
     try:
         found = tuple(_imported(module).SPECS)
-    except Exception as error:  # a module of the user may raise anything
+    except Exception as error:  # a user's module may raise any error
         first = next(iter(str(error).splitlines()), "")
         raise ValueError(
             f"{where}: {argument}: got {module!r} ({type(error).__name__}: {first}), expected a "

@@ -115,7 +115,7 @@ def _traffic(
         IndexError,
         TypeError,
         ValueError,
-    ):  # such as a number in place of a tensor
+    ):  # the spec does not support these arguments
         return None
     return (there.bytes, there.operations), (back.bytes, back.operations)
 

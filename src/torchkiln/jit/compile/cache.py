@@ -23,7 +23,7 @@ from pathlib import Path
 
 from torchkiln._cache_folder import cache_folder, danger, home_folder
 
-FORMAT = "2"  # changed with the layout of the files
+FORMAT = "2"  # change it with the layout of the files
 STALE_SECONDS = 3600  # older temporary files are removed: their writer is dead
 DAY = 24 * 3600
 UNUSED_SECONDS = 90 * DAY
@@ -80,7 +80,7 @@ def read(name: str) -> Binary | None:
             if danger(facts):
                 return None
             data = file.read()
-            if time.time() - facts.st_mtime > DAY:  # the time of the file shows that it is in use
+            if time.time() - facts.st_mtime > DAY:  # clean-up keeps files in use, by their time
                 with contextlib.suppress(OSError):
                     os.utime(handle)
     except OSError:

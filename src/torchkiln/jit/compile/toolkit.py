@@ -39,7 +39,7 @@ class Toolkit:
         uses_library = any(name.split("/")[0] in CXX_LIBRARY for name in names)
         files = [*self.library.parent.glob("libnvrtc*")]
         facts = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        # cccl is one of the includes
+        # the folder cccl is an include folder itself, so it is read once
         skipped = ("cccl",) if uses_library else ("cccl", *CXX_LIBRARY)
         for folder in self.includes:
             facts += _facts(str(folder), skipped)

@@ -107,7 +107,7 @@ def computed_in_place(module: nn.Module) -> Computed | str:
 @lru_cache(maxsize=256)
 def of_torchs(
     cls: type[nn.Module],
-    _: object,  # the forward of the class, which may be replaced
+    _: object,  # the class's forward, a cache key: it may be replaced
     values: tuple[tuple[str, type, Any], ...],
 ) -> Computed | str:
     """The activation that a module of torch with these attributes computes."""

@@ -178,7 +178,7 @@ def with_eps(
             call = tracer.call(Situation(rank, tracer.widths[0], dtype, training=False))
             formula = of(changed)(call.situation._replace(dtype=torch.float64))
             follows = follows and call.result == formula
-    except Exception:  # forwards raise anything
+    except Exception:  # a forward may raise any error
         follows = False
     finally:
         module.__dict__[eps] = before

@@ -108,7 +108,7 @@ class Prover:
                 raise
             self.reason = self.reason or str(error)
             return None
-        except Exception:  # shapes that do not fit, for example
+        except Exception:  # for example, if shapes do not fit
             return None
         is_pair = type(found) is tuple and len(found) == 2
         return found if is_pair and all(type(x) is Tensor for x in found) else None

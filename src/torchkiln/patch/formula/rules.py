@@ -231,7 +231,7 @@ def split(recorder: Recorder, args: Any, _: Any, result: Any) -> list[Value]:
 
 
 def sliced(recorder: Recorder, args: Any, options: dict[str, Any], result: Tensor) -> Value:
-    """The rule of ``slice``: a half of the last dimension of an input, or all of a dimension."""
+    """The rule of ``slice``: adjacent columns of an input, or all of a dimension."""
     x = recorder.value(args[0])
     given: list[Any] = [*args[1:], *(0, None, None, 1)[len(args) - 1 :]]
     dim, start, _, step = given

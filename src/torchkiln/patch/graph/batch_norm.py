@@ -170,7 +170,7 @@ def traced(module: nn.Module) -> TracedForward | str:
         watch.check(variables=False)
         reader.note_globals(watch.globals)
         reads = reader.reads()
-    except Exception as error:  # forwards raise anything on traced values
+    except Exception as error:  # any error, from a forward of traced values
         reason = watch.reason or str(error).strip().partition(". ")[0]
         return f"its forward cannot be traced: {reason}"
     if any(name not in vars(module) for name in vars(root)):

@@ -197,6 +197,6 @@ def flat_trace(module: nn.Module, count: int) -> FlatTrace:
             reader.reads(),
             ran(classes, watch.codes, reader.values),
         )
-    except Exception as error:  # forwards raise anything on traced values
+    except Exception as error:  # any error, from a forward of traced values
         reason = watch.reason or str(error).strip().partition(". ")[0]
         raise NoFormulaError(f"its forward cannot be traced: {reason}") from error

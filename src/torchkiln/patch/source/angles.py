@@ -44,7 +44,7 @@ def noted(results: tuple[Any, Any], factors: str, *scales: Any) -> tuple[Any, An
 
 
 def note(x: Any, factors: str) -> None:
-    """Note a tensor: by its id, or under Dynamo, where it has none, by an attribute."""
+    """Note a tensor by its id; under Dynamo, where tensors have no id, set an attribute."""
     if is_dynamo_compiling():
         if type(x) is Tensor:
             x._kiln_factors = factors, trace_number()  # type: ignore[attr-defined]

@@ -132,7 +132,7 @@ def rewrite_pair(
 
 
 def keyword(summand: str, dropout: ast.expr) -> ast.keyword:
-    """The argument with the dropout of a summand."""
+    """The keyword argument of the helper for the dropout of a summand."""
     return ast.keyword(SIDES[summand], dropout)
 
 

@@ -40,7 +40,7 @@ def rewrite_positions(node: ast.FunctionDef, scope: Mapping[str, Any]) -> bool:
         return False
     (block,) = blocks
     inside = [name for name in names(block, POSITIONS) if not isinstance(name.ctx, ast.Load)]
-    # one assignment is the argument
+    # the argument itself counts as one assignment
     has_others = [*assigned(node)].count(POSITIONS) != len(inside) + 1
     if has_others or any(use.lineno <= (block.end_lineno or 0) for use in uses):
         return False

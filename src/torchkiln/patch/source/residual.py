@@ -150,7 +150,7 @@ def rewrite_pair(
             ]
             first.value = ast.copy_location(value, first)
             second.value = ast.Name(NORMED, ast.Load())
-            if not isinstance(second, ast.Return):  # the norm's result is freed as early as before
+            if not isinstance(second, ast.Return):  # frees the norm's result as before
                 block.insert(at + 1, ast.Delete([ast.Name(NORMED, ast.Del())]))
                 ast.copy_location(block[at + 1], second)
             for statement in block[index : at + 2]:

@@ -109,7 +109,7 @@ class Rewritten(Plan):
             return False
         try:
             layers = [module.get_submodule(name) for name in reads.layers]
-        except AttributeError:  # the name is a method's
+        except AttributeError:  # the name is that of a method
             return False
         return can_share(layers, x)
 

@@ -119,7 +119,7 @@ def imports(function: FunctionType) -> frozenset[str]:
     if known is not lines:
         try:
             names = frozenset(imported(ast.parse("".join(lines))))
-        except SyntaxError:  # a page whose blocks are run, for example
+        except SyntaxError:  # not Python: for example a page whose blocks are run
             names = frozenset()
         IMPORTS[function.__code__.co_filename] = lines, names
     return names
