@@ -19,7 +19,8 @@ inline uint8_t narrow_fp8(float value) {
   const uint32_t bits = bits_of(value);
   const uint32_t magnitude = bits & kMagnitude;
   constexpr uint32_t kSmallestNormal = 121u << 23;  // 2^-6
-  constexpr float kLastBit = 0x1p14f;               // last bit of a float: 2^-9, as in E4M3 below 2^-6
+  // The last bit of a float of this size is 2^-9, the last bit of E4M3 below kSmallestNormal.
+  constexpr float kLastBit = 0x1p14f;
   const uint32_t small = bits_of(float_of(magnitude) + kLastBit) - bits_of(kLastBit);
   const uint32_t normal = ((magnitude + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20) - (120u << 3);
   const uint32_t rounded = (magnitude < kSmallestNormal ? small : normal) | (bits >> 24 & 0x80u);

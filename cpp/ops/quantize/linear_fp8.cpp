@@ -54,7 +54,7 @@ void check_prepared(const Call& call) {
   check(call.weight_transposed_scale, at::kFloat, squares_k, squares_n);
 }
 
-/// The shape of the result.
+/// Checks the arguments, and returns the shape of the result.
 c10::SymDimVector checked_shape(const Call& call) {
   const Tensor &x = call.x, &weight = call.weight;
   const MaybeTensor &bias = call.bias, &source = call.source;

@@ -105,7 +105,7 @@ Tensor on_cpu(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Ten
   return out.to(dtype);
 }
 
-/// The shape of the result.
+/// Checks the arguments of a product, and returns the shape of its result.
 c10::SymDimVector checked_product(const Tensor& a, const Tensor& a_scale, const Tensor& b,
                                   const Tensor& b_scale, const MaybeTensor& bias) {
   check_tensors(kLinear, {{"a", a}, {"a_scale", a_scale}, {"b", b}, {"b_scale", b_scale}});

@@ -60,7 +60,8 @@ struct Plan {
   int64_t rows;
   int64_t columns;
   // If fold > 1, a row of the problem is made of `fold` consecutive shorter rows of `period`
-  // columns, whose sums finish() adds. A batch has several such rows side by side.
+  // columns, whose sums finish() adds. With a batch of problems, several such rows lie side by
+  // side.
   int fold = 1;
   int64_t period = 0;
 

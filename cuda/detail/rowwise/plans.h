@@ -186,7 +186,7 @@ inline constexpr int kLogMinRowThreads = 2;
 /// The distribution of rows over the teams of a grid.
 struct GridPlan {
   int blocks;       // per team
-  int log_threads;  // log2 of a block's threads per row; all if a team has several blocks
+  int log_threads;  // log2 of a block's threads per row: all of them if a team has several blocks
   int log_stride;   // log2 of the distance between the rows of a step
   int slab;         // vectors of a row per block
   int64_t teams;

@@ -19,7 +19,7 @@ struct GroupParts {
   int64_t second;
 };
 
-/// The moments of groups that are adjacent in memory, as those of the channels of a batch norm.
+/// The arguments of a batch norm whose channels are the groups, which are adjacent in memory.
 inline BatchNorm moments_of_groups(const GroupNorm& p, const ChannelPass& pass) {
   BatchNorm groups{};
   groups.x = p.x;

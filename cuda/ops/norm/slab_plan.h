@@ -129,9 +129,9 @@ inline std::optional<SlabPlan> plan_slabs(const SlabRows& rows, bool exchanges,
   const int most_bytes = device.shared_bytes / kSlabBlocks - kSlabReserved;
   const int stage_bytes = rows.tensors * plan->tensor_bytes;
   plan->stages = std::min(most_bytes / stage_bytes, kMaxSlabStages);
-  // Row i + 1 must be in flight before the results of row i - lag are written. At that time the
-  // last stage that was released is the one of row i - lag - 1, which takes row i - lag - 1 +
-  // stages; this is row i + 1 or a later one if lag <= stages - 2.
+  // Row i + 1 must be in flight before the results of row i - lag are written. By then, the stage
+  // of row i - lag - 1 is the last one that was released. It takes row i - lag - 1 + stages, which
+  // is row i + 1 or a later row if lag <= stages - 2.
   constexpr int kFewestStages = 4;
   if (plan->stages < kFewestStages) return std::nullopt;
   plan->lag = exchanges ? (plan->stages + 1) / 2 : 0;

@@ -46,7 +46,7 @@ def eager(
     former: Mapping[str, Renamed] | None = None,
     **names: str,
 ) -> Callable[[F], F]:
-    """Makes a function call ``entry`` in eager mode; its body is for torch.compile and export.
+    """Makes a function that calls ``entry`` in eager mode; its body is for compile and export.
 
     The function is generated once, with the signature of the body, so that a call adds a single
     Python frame. The entry handles tensor subclasses and torch-function modes.

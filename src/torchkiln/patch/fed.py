@@ -42,7 +42,7 @@ def op_name(plan: Plan) -> str:
 
 
 def arguments(plan: Plan, norm: Any, x: Tensor) -> tuple[Any, dict[str, Any]]:
-    """The normalised shape, and the arguments of a norm's op after it."""
+    """The normalised shape, and the arguments that follow it in a call of the norm's op."""
     if isinstance(plan, Norm):
         return x.shape[-1:], plan.options(norm)
     bias = {"bias": norm.bias} if isinstance(norm, nn.LayerNorm) else {}

@@ -281,11 +281,12 @@ struct QkvNormRopeOptions {
                    self.rotary_dim);
 };
 
-/// Queries [..., heads, tokens, head_dim], keys and values [..., num_kv_heads, tokens, head_dim] of
-/// a packed projection [..., tokens, (num_heads + 2 * num_kv_heads) * head_dim]. RMS norm of each
-/// head of the queries and keys, times weights [head_dim], or of all heads of queries and of keys,
-/// times weights [num_(kv_)heads * head_dim], then the rotation of rope(), rounded once. The heads
-/// of a token are adjacent in the results. The gradients of the weights are bitwise reproducible.
+/// Splits a packed projection [..., tokens, (num_heads + 2 * num_kv_heads) * head_dim] into queries
+/// [..., heads, tokens, head_dim], keys and values [..., num_kv_heads, tokens, head_dim]. Queries
+/// and keys get an RMS norm, then the rotation of rope(), and are rounded once. The norm is taken
+/// of each head, with weights [head_dim], or of all heads of the queries and all heads of the keys,
+/// with weights [num_(kv_)heads * head_dim]. The heads of a token are adjacent in the results. The
+/// gradients of the weights are bitwise reproducible.
 TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor, at::Tensor> qkv_norm_rope(
     const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin,
     const std::optional<at::Tensor>& q_weight, const std::optional<at::Tensor>& k_weight,

@@ -304,8 +304,8 @@ struct ExactMath {
     p = p * r + 5.0000001e-1f;
     return p * (r * r) + r + 1.0f;
   }
-  /// The power of two whose biased exponent is in the lowest bits of `shifted`, the sum with a
-  /// large constant.
+  /// The power of two whose biased exponent is in the lowest bits of `shifted`. The caller has
+  /// added a large constant, which moves a number to these bits.
   TORCHKILN_FUNCTION static float shifted_into_exponent(float shifted) {
     uint32_t bits;
     std::memcpy(&bits, &shifted, sizeof(bits));

@@ -15,7 +15,7 @@ struct PixelConvolution {
   const void* x;       // [pixels, in], contiguous
   const void* weight;  // [out, in], contiguous
   void* y;             // [pixels, out], contiguous
-  double* moments;     // [2 * out + 1], in the form of a process in BatchNormMerge
+  double* moments;     // [2 * out + 1], as the moments of one process in BatchNormMerge
   Dtype dtype;         // float16 or bfloat16; of x, weight and y
   int64_t pixels;
   int64_t in;

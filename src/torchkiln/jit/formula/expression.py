@@ -192,7 +192,7 @@ ZERO, ONE = Number(0.0), Number(1.0)
 
 
 def call(function: str, *arguments: Node) -> Node:
-    """A call with simplifications of x * 0, x * 1, x + 0 and a choice between equal parts."""
+    """A call; x * 0, x * 1, x + 0 and a choice between equal parts are simplified."""
     if function == "mul":
         if ZERO in arguments:
             return ZERO

@@ -160,7 +160,7 @@ class Prover:
         return True
 
     def is_dense(self, form: Form, ranks: Ranks, sizes: tuple[Sizes, ...]) -> bool | None:
-        """Whether results are contiguous for any order of the arguments; None for other strides."""
+        """True if results are always contiguous, False if in the op's layout; None for others."""
         follows = dense = True
         for size, order in itertools.product(sizes, ORDERS):
             given = sample(form, ranks, size, order=order)

@@ -1,4 +1,4 @@
-"""The forward of a class below its decorators, and blocks of its statements."""
+"""The forward of a class without its decorators, and blocks of its statements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GUARDS = (ast.Try, ast.TryStar, ast.With, ast.AsyncWith)
 
 
 def forward_of(cls: type) -> FunctionType | str:
-    """The forward of a class below its decorators, or the reason why it cannot be unwrapped."""
+    """The forward of a class without its decorators, or the reason why they cannot be removed."""
     function: Any = cls.forward  # type: ignore[attr-defined]
     while hasattr(function, "__wrapped__"):
         if not is_closure_over(function, function.__wrapped__):

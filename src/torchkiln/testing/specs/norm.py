@@ -279,7 +279,7 @@ def bench_variants(
 
 
 def large(kind: Kind, device: torch.device) -> Sample:
-    """A call on a matrix of more than 2**31 elements; the residual is a row of the same shape."""
+    """A call on a matrix of more than 2**31 elements; the residual is one row, expanded."""
     x = large_matrix(device)
     columns = x.shape[1]
     residual = [cycle(columns, 113, device).expand_as(x)] if kind.residual else []
