@@ -1,7 +1,7 @@
 """Times of random calls and of eager torch, and a list of the calls that are slower.
 
-A call counts as slower if it takes more than the time of torch / :data:`LEAST` + :data:`SLACK` in a
-second measurement with more rounds, too. The host time of calls up to :data:`SMALL_BYTES` is
+A call counts as slower if it takes more than torch's time / :data:`LEAST` + :data:`SLACK`, and also
+in a second measurement with more rounds. The host time of calls up to :data:`SMALL_BYTES` is
 compared in the same way.
 """
 

@@ -72,7 +72,7 @@ def is_last_read(graph: Any, donated: type) -> bool:
 
     The gradient must also have the strides of the logits.
     """
-    if hasattr(graph, "parent"):  # a subgraph: donated inputs are those of the whole
+    if hasattr(graph, "parent"):  # a subgraph: inputs are numbered in the whole graph
         return False
     node = graph.current_node
     logits = node.args[1]

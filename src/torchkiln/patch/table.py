@@ -111,7 +111,7 @@ limits._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def stays(op: str, x: Any = None, *_: Any, dim: int = -1) -> bool:
     """Whether a module calls an op: yes, unless it was measured to be slower for ``x``.
 
-    ``dim`` is the dimension of the rows: the classes, for example.
+    ``dim`` is the dimension whose size is the length of a row: for a loss, the classes.
     """
     is_row = isinstance(x, Tensor) and x.dim() > max(dim, 0)
     return not is_row or is_chosen(op, x, x.shape[dim], unmeasured=True)

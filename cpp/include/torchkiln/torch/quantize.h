@@ -17,7 +17,7 @@ namespace torchkiln {
 /// NaN. Not differentiable; nor are the next four functions.
 TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor> quantize(const at::Tensor& x);
 
-/// quantize(), and quantize() of x as a matrix [rows, k] transposed, in one read of x: (data,
+/// quantize() of x, and of the transpose of x as a matrix [rows, k], in one read of x: (data,
 /// scale, transposed, transposed_scale). `square`: the transposed matrix has a scale for each 128 x
 /// 128 elements, as a weight.
 TORCHKILN_EXPORT std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> quantize_both(

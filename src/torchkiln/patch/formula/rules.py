@@ -74,7 +74,7 @@ def is_last(dims: Any, rank: int) -> bool:
 def reduced(
     recorder: Recorder, x: Tensor, dims: Any, keepdim: bool, result: Tensor
 ) -> tuple[Value, str, tuple[Dim, ...]]:
-    """The operand of a reduction over its last dimension, the axis, and the dimensions after."""
+    """The operand of a reduction over the last dimension, its axis, and the result's dimensions."""
     value = recorder.value(x)
     if not value.dims or not is_last(dims, x.dim()) or len(value.dims[-1]) != 1:
         raise NoFormulaError("it reduces another dimension than the last")
