@@ -115,7 +115,7 @@ Compute<T> is_largest(const T* logits, int64_t classes, int64_t index) {
 struct Parts {
   double mass;   // sum of q
   double below;  // sum of q * (logit - shift)
-  double shift;  // the maximum
+  double shift;  // the maximum of the logits
   double sum;    // sum of exp(logit - shift)
 };
 

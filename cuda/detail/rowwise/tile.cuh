@@ -50,7 +50,7 @@ class RowTile {
   /// The number of elements of the row in a group of `lanes` adjacent threads, of which this thread
   /// has index `lane`.
   __device__ __forceinline__ int count_of_lanes(int lane, int lanes) const {
-    if constexpr (kGroup > 0) {  // `lanes` is a multiple of the group
+    if constexpr (kGroup > 0) {  // `lanes` is a multiple of kGroup
       const int first = column_ - first_vector(lane) * kLanes;
       return max(min(access_.columns - first, lanes * kItems * kLanes), 0);
     } else {

@@ -24,7 +24,7 @@ inline constexpr int kChannelLanes = 8;
 inline constexpr int kChannelItems = 8;
 
 // Blocks per SM. Kernels of moments have 32 KiB of vectors in flight per block, kernels of outputs
-// and of gradients up to 64 KiB. kResidentBlocks: kernels with both passes.
+// and of gradients up to 64 KiB. kResidentBlocks is for kernels that make both passes.
 inline constexpr int kMomentBlocks = 2;
 inline constexpr int kOutputBlocks = 3;
 inline constexpr int kBackwardBlocks = 2;

@@ -46,7 +46,7 @@ struct RankPlan {
   int lanes_log2;
   int64_t entry_blocks;  // per matrix; blocks for the columns follow
   int64_t blocks;        // per matrix
-  int64_t packed;        // elements per matrix of the result
+  int64_t packed;        // elements of the result, per matrix
 };
 
 /// The plan of a counting sort. Each of the `blocks` blocks per matrix sorts `rounds` times

@@ -111,7 +111,7 @@ class LinearLogprob(nn.Module):
         in_features: size of the last dimension of the input.
         num_classes: number of classes.
         bias: whether the layer has a bias.
-        logit_dtype: the function's ``dtype``, of the logits of a chunk.
+        logit_dtype: dtype of the logits of a chunk; the argument ``dtype`` of the function.
         device: of the parameters.
         dtype: of the parameters.
 

@@ -143,7 +143,7 @@ def reference(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def roundings(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The largest sum of absolute terms among the logits of each row, times the growth of errors.
+    """Per row, the largest of the sums of absolute terms of its logits, times :func:`steps`.
 
     An infinite logit is not rounded.
     """
