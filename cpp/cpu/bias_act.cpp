@@ -90,7 +90,7 @@ void strip_backward(const BiasActBackward& p, int64_t first_row, int64_t last_ro
 }
 
 int64_t chunk_count(const BiasActBackward& p) {
-  constexpr int64_t kChunkElements = 1 << 15;  // whose work takes longer than starting a thread
+  constexpr int64_t kChunkElements = 1 << 15;  // take longer than the start of a thread
   constexpr int64_t kMaxChunks = 64;
   return std::clamp<int64_t>(p.rows * p.columns / kChunkElements, 1,
                              std::clamp<int64_t>(p.rows, 1, kMaxChunks));

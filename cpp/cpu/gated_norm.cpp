@@ -149,7 +149,7 @@ struct Chunks {
   int64_t tokens;  // per chunk
 
   explicit Chunks(const GatedNormBackward& p) {
-    constexpr int64_t kElements = 1 << 15;  // whose work takes longer than starting a thread
+    constexpr int64_t kElements = 1 << 15;  // take longer than the start of a thread
     constexpr int64_t kMost = 64;
     // At least 32 tokens per chunk, because with fewer, reading partial sums takes as long as the
     // tokens. Up to 8 chunks may be shorter, because for few long tokens several threads matter

@@ -13,7 +13,7 @@ namespace {
 // Rows per block of column sums, a multiple of the four rows that are added at a time. The sums of
 // a block have the compute type; the sums of blocks are added in double.
 constexpr int64_t kBlockRows = 64;
-// Longest dense rows, in elements, of which several are converted together.
+// Dense rows of up to this many elements are converted several at a time.
 constexpr int64_t kShort = 31;
 
 /// The sum of the elements begin <= r < end of the row at `offset`.

@@ -26,7 +26,7 @@ struct ChannelPlan {
   int64_t channels_per_group;
 
   explicit ChannelPlan(const ChannelLayout& layout) {
-    constexpr int64_t kTaskElements = 1 << 15;  // whose work takes longer than starting a thread
+    constexpr int64_t kTaskElements = 1 << 15;  // take longer than the start of a thread
     constexpr int64_t kMostChunks = 64;
     const bool rows = layout.inner == 1;
     const int64_t wanted =

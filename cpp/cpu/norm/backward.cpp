@@ -87,7 +87,7 @@ void rows_backward(const NormBackward& p, int64_t row, Compute<T>* grad_weight,
 }
 
 int64_t chunk_count(const NormBackward& p) {
-  constexpr int64_t kChunkElements = 1 << 15;  // whose work takes longer than starting a thread
+  constexpr int64_t kChunkElements = 1 << 15;  // take longer than the start of a thread
   constexpr int64_t kMaxChunks = 64;
   // At least 32 rows per chunk, because with fewer, reading partial sums takes as long as the rows.
   // Up to 8 chunks may be shorter, because for few long rows several threads matter more.

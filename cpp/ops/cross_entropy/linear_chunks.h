@@ -168,8 +168,9 @@ class ChunkLogits {
   /// The columns of the layer's own classes, without added classes.
   at::Tensor own(const at::Tensor& logits) const { return logits.narrow(1, 0, classes_); }
 
-  /// The gradient of the outputs computed last, which overwrites the logits unless they are wide; 0
-  /// for added classes. `grad` is the gradient of the losses, divided by the temperature.
+  /// The gradient of the outputs computed last; 0 for added classes. It overwrites the logits,
+  /// unless they have a wider dtype. `grad` is the gradient of the losses, divided by the
+  /// temperature.
   const at::Tensor& differentiate(const char* op, const at::Tensor& grad, const at::Tensor& target,
                                   const LossOptions& options, const RowState& state,
                                   const at::Tensor& grad_entropy = {}) {

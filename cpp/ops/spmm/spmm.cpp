@@ -176,7 +176,7 @@ Tensor SampledOp::composite(const Arguments& call) {
   return all.result(products).to(left.scalar_type());
 }
 
-// ---- recorded ----
+// ---- the ops, recorded for backward ----
 
 Tensor CsrOp::recorded(const Below& below, const Arguments& call) {
   return record_product(

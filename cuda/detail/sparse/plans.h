@@ -20,9 +20,9 @@ inline bool has_short_rows(const CsrPattern& pattern, int64_t size) {
   return pattern.columns <= size && pattern.entries <= pattern.rows * pattern.columns;
 }
 
-/// The chunks of a pattern. A row is long if it has more entries than a chunk: `least` or, if that
-/// is larger, two to four times the mean, up to kMax. In a matrix of even rows of at most kMax
-/// entries no row is split.
+/// The chunks of a pattern. A chunk has `least` entries or, if that is less than twice the mean of
+/// the rows, two to four times the mean, up to kMax. A row with more entries than a chunk is long,
+/// and is split. If all rows have the same number of entries, at most kMax, none is split.
 inline Chunks make_chunks(const CsrPattern& pattern, int64_t least) {
   constexpr int64_t kMax = 4096;
   int64_t size = least;

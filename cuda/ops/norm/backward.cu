@@ -19,8 +19,8 @@
 //   split                   all other rows        Two reads, the second from L2: float64, long
 //   backward_split.cu                             rows before 9.0, rows without a shared offset.
 //
-// All but few rows share the formula of backward_common.cuh, and backward_finish.cuh adds their
-// partial sums.
+// All plans except "few rows" share the formula of backward_common.cuh, and backward_finish.cuh
+// adds their partial sums.
 
 #include "launch.cuh"
 #include "torchkiln/device/launch.cuh"

@@ -232,8 +232,8 @@ __device__ __forceinline__ void compute_results(const Reader& reader,
   }
 }
 
-/// Quantises a tile. A reader with two results has two tiles per block, whose distance is half of
-/// the columns. `blocks` divides by the number of tiles in a row of one result.
+/// Quantises a tile. If the reader has two results, a block quantises a tile of each; the two are
+/// half of the columns apart. `blocks` divides by the number of tiles in a row of one result.
 template <class Reader, Scales scales, bool rows, bool aligned>
 __global__ void __launch_bounds__(kThreads, Reader::kBlocksPerSm)
     quantize_tile(Quantize p, Reader reader, device::Divisor blocks) {

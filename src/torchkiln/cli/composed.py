@@ -18,7 +18,7 @@ VARIANTS = ("", "1x1", "residual", "silu")
 
 
 def conv_bn_act(where: str, options: argparse.Namespace) -> tuple[Callable[..., Any], Any, Any]:
-    """A call in eval mode, as in the benchmark; the weight has a gradient if backward is wanted."""
+    """A call in eval mode, as in the benchmark; the weight requires a gradient for backward."""
     variant = options.variant or ""
     if variant not in VARIANTS:
         raise ValueError(

@@ -166,7 +166,7 @@ class TransformerBlock(nn.Module):
 def takes_quantized(layer: nn.Module, norm: nn.Module, x: Tensor) -> bool:
     """Whether a layer multiplies the norm of x in FP8, and nothing else reads it.
 
-    A quantised tensor has no dtype that autocast could change.
+    False under autocast, which cannot change the dtype of a quantised tensor.
     """
     if getattr(layer, "precision", None) is None or torch.is_autocast_enabled(x.device.type):
         return False

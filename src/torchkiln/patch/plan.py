@@ -82,7 +82,7 @@ class Plan(ABC):
         return True
 
     def light(self) -> Plan:
-        """The plan that saves less for backward, which computes it again."""
+        """A plan that saves fewer tensors, because backward computes them again; else this plan."""
         return self
 
     def entry(self) -> Callable[..., Any]:

@@ -66,7 +66,7 @@ def turned(node: fx.Node) -> Iterator[Turned]:
 
 
 def angles_of(x: fx.Node, result: fx.Node) -> list[fx.Node]:
-    """The other tensors that a result depends on, each before its ``unsqueeze``."""
+    """The tensors besides ``x`` that a result depends on; for an ``unsqueeze``, its argument."""
     inside = {x}
     calls: list[fx.Node] = []
     node = x

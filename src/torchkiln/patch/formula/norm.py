@@ -163,7 +163,7 @@ def find(module: nn.Module, dtype: torch.dtype) -> Match | str | None:
 def with_eps(
     plan: P, tracer: Tracer, eps: str | float, of: Callable[[float], Callable[[Situation], Value]]
 ) -> P:
-    """The plan, reading eps from the attribute if a changed attribute changes the formula's eps."""
+    """The plan, which reads eps from the module's attribute if the formula's eps follows it."""
     if not isinstance(eps, str) or plan.proof is None:
         return plan
     module = tracer.module

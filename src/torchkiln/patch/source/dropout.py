@@ -137,7 +137,7 @@ def keyword(summand: str, dropout: ast.expr) -> ast.keyword:
 
 
 def first_call(statement: ast.stmt, helper: str) -> ast.Call | None:
-    """The call of the helper that a statement makes before all others."""
+    """The call of the helper, if a statement evaluates it before all its other calls."""
     value: Any = getattr(statement, "value", None)
     if not helper_calls(statement, helper):
         return None

@@ -99,7 +99,7 @@ def maker_of(
 
 
 def tell(call: ast.Call, at: ast.stmt, to: str, place: int | str | None) -> None:
-    """Add the reader to a call of the helper for sums, or call the helper for norms instead."""
+    """Make a call of a norm name the module that reads the result."""
     given: dict[str, ast.expr] = {"to": ast.Constant(to), "at": ast.Constant(place)}
     if not (isinstance(call.func, ast.Name) and call.func.id == ADD_NORM):
         given = {

@@ -93,5 +93,5 @@ def switched(
 
 
 def version(x: Tensor) -> int:
-    """The number of changes of a tensor in place."""
+    """How often a tensor was changed in place."""
     return x._version if is_compiling() or not x.is_inference() else 0

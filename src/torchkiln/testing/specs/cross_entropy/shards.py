@@ -194,7 +194,7 @@ class Inputs:
 
 
 def more_rows(sample: Sample) -> Sample:
-    """The call with twice the rows: the number of classes is a constant of a graph."""
+    """The call with twice the rows, because the number of classes cannot change in a graph."""
     return sample.map(lambda t: torch.cat([t, t]))
 
 
