@@ -13,8 +13,8 @@ namespace torchkiln::cuda {
 using namespace device;
 using namespace rowwise;
 
-// Threads of a block with one row. A block has one row, and only its own loads in flight hide
-// latency.
+// Threads of a block that has one row. The block has no other work that hides the latency of its
+// loads.
 inline constexpr int kLossThreads = 256;
 /// Vectors that a thread loads together. kSpreadItems: q is spread over the classes; kLongItems: a
 /// row takes several steps; kShortItems: one step has the whole row.

@@ -23,8 +23,8 @@ inline constexpr int64_t kFewestDropoutFolds = 8;
 inline constexpr int64_t kManyDraws = 1 << 21;
 
 /// One pass over all rows, or over groups of `fold` adjacent rows that are read as one row: in
-/// vectors of `lanes` elements, or in single elements. With `one_row`, an elementwise kernel
-/// instead, as both gradients are equal.
+/// vectors of `lanes` elements, or in single elements. With `one_row` both gradients are equal, and
+/// an elementwise kernel computes them.
 struct DropoutPlan {
   int lanes;
   reduce::columns::Plan columns;

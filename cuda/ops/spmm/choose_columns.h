@@ -19,7 +19,7 @@ inline constexpr int kColumnsBlocks = 4;  // per SM: 128 registers per thread, h
 // kMostSums. With more columns, vectors are shorter.
 inline constexpr int kFewestSums = 8;
 inline constexpr int kMostSums = 32;
-inline constexpr int kMostBytesOfMany = 8;  // of the sums of a vector, if there are many columns
+inline constexpr int kMostBytesOfMany = 8;  // sums of one column, if there are more
 
 /// Rows whose weights are in shared memory.
 constexpr int stage_rows(int columns) { return columns > kFewestSums ? 64 : kColumnsThreads; }

@@ -121,7 +121,7 @@ class Facts:
     def call(
         self, after: fx.Node, like: fx.Node, function: Callable[..., Any], *args: Any, **given: Any
     ) -> fx.Node:
-        """Insert a call after a node, in the modes of ``like``. A call that fails has no value."""
+        """Insert a call after a node, with the modes of the node ``like``; no value if it fails."""
         with self.graph.inserting_after(after):
             node = self.graph.call_function(function, args, given)
         node.meta = {k: v for k, v in like.meta.items() if k != VALUE}

@@ -76,7 +76,7 @@ class CallTracer(fx.Tracer):
         return TensorProxy(node, self)
 
     def create_arg(self, a: Any) -> Any:
-        """The node of a traced value, which torch would treat as a constant."""
+        """The node of a :class:`TensorProxy`. Torch would treat the proxy as a constant."""
         return a.node if type(a) is TensorProxy else super().create_arg(a)
 
 
@@ -186,9 +186,9 @@ def chain_in(root: nn.Module, graph: fx.Graph, norm: fx.Node) -> Chain | str:
 
 
 def unfold(graph: fx.Graph, norm: fx.Node, names: tuple[str, ...]) -> Callable[[], None]:
-    """Make the calls of submodules in the forward of a batch norm nodes behind its node.
+    """Add a node behind a batch norm's for each submodule that its forward calls.
 
-    The node then stands for the batch norm alone. Returns the undo.
+    The node of the batch norm then stands for the norm alone. Returns the undo.
     """
     last = norm
     users = list(norm.users)

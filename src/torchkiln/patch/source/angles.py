@@ -73,7 +73,7 @@ trace_number._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def changes(x: Tensor) -> Tensor:
-    """An empty tensor; its rows count the changes of ``x`` in place; 1 row in inference mode.
+    """An empty tensor with a row for each change of ``x`` in place, or one row in inference mode.
 
     In a trace its shape is known. Nothing uses it, so that no code is made of it.
     """
