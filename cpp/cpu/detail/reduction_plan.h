@@ -14,7 +14,7 @@ namespace torchkiln::cpu::TORCHKILN_ISA {
 inline constexpr int64_t kUnit = 1 << 16;
 // Columns per strip, so that their running sums and four rows of them stay in the L1 cache.
 inline constexpr int64_t kStrip = 4096;
-// Most chunks, which are enough units for the threads of any machine.
+// Maximum number of chunks: units enough for the threads of any machine.
 inline constexpr int64_t kMaxChunks = 256;
 
 /// The units of work. For row sums, a unit is a chunk of a row; for column sums, it is a strip of

@@ -52,7 +52,7 @@ struct Wanted {
   bool bias;
   bool output;
   bool overwrites;  // the results may overwrite the arguments
-  bool is_plain;    // no trace, mode or transform must see the call as an op
+  bool is_plain;    // ops run without torch's dispatcher
 };
 
 // Gradients of a linear layer from the gradient of its output, as rows.

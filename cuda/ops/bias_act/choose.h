@@ -25,7 +25,8 @@ constexpr BiasActTuning bias_act_tuning(bool from_input, size_t element, int lan
 }
 
 /// One pass over all rows, with vectors of `lanes` elements, or with single elements if `lanes` is
-/// 1. With `one_row`, elementwise kernels instead, as the gradient of the bias has no sum.
+/// 1. With `one_row` the gradient of the bias has no sum, and elementwise kernels compute both
+/// 1. gradients.
 struct BiasActPlan {
   int lanes;
   reduce::columns::Plan columns;

@@ -87,8 +87,8 @@ struct Distribution {
     return static_cast<const P*>(probabilities) + row_begin;
   }
 
-  /// Loads probabilities whose dtype is that of the logits or, mixed, float32 for half precision or
-  /// half precision for float32.
+  /// Loads probabilities. They have the dtype of the logits, or one of the two is float32 and the
+  /// other has half precision.
   __device__ __forceinline__ void load_row(const Access& access, int column, C (&q)[kLanes]) const {
     if (dtype == DtypeOf<T>::value) {
       widen(access.load(row<T>(), column), q);

@@ -104,9 +104,9 @@ inline int merge_threads(int64_t moments) {
 }
 
 // Adjacent channels of few pixels: a channel of a sample has fewer elements than its partial
-// moments have bytes. At one pixel, the channels of a group are adjacent in memory. If they are
-// many, they count as a group of their own, and the moments of these groups are merged over the
-// pixels.
+// moments have bytes. If a group has many channels, its elements at one pixel, which are adjacent
+// in memory, are treated as a group of their own. The moments of these groups are then merged over
+// the pixels.
 inline constexpr int64_t kMostPixels = 16;
 inline constexpr int64_t kFewestPixelBytes = 4 * 1024;
 /// Fewest elements for which this saves more time than the additional kernel takes.

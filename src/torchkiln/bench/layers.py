@@ -120,7 +120,7 @@ def attention_traffic(sample: Sample) -> Traffic:
 
 
 def attention_backward_traffic(sample: Sample) -> Traffic:
-    """The projections count as in forward; the products between tokens count 2.5 times.
+    """The projections count as in forward, the products between tokens 2.5 times as much.
 
     The weights have no gradients.
     """

@@ -67,7 +67,7 @@ def check_p(module: str, p: float) -> float:
 
 
 def check_unquantized(module: str, argument: str, x: Tensor | Quantized) -> Tensor:
-    """Returns a tensor; refuses a quantised one, for a module whose products have its dtype."""
+    """Returns a tensor; refuses a quantised one, for modules that do not multiply in FP8."""
     if isinstance(x, Quantized):
         raise ValueError(
             f"torchkiln.{module}: {argument}: got a Quantized, expected a tensor, or a module with "

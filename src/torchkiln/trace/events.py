@@ -95,7 +95,7 @@ def read(events: Iterable[Any]) -> Recorded:
 
 
 def _left(frame: _Frame, stack: list[_Frame], outputs: list[_Tensor]) -> Iterator[Step]:
-    """The step, if any, of an op that has returned to its callers in ``stack``."""
+    """The step of an op that has returned, if it is one; ``stack`` has its callers."""
     if frame.name.startswith("aten::empty"):
         frame.allocated = sum(t.bytes for t in outputs)
     elif frame.is_step and not any(f.name == COPY for f in stack):

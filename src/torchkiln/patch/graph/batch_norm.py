@@ -83,7 +83,7 @@ class FusedForward(Plan):
         object.__setattr__(self, "function", scope["forward"])
 
     def settings(self) -> dict[str, Any]:
-        """The fields; for functions of torchkiln the name of the module is empty."""
+        """The fields. In ``names``, functions of torchkiln have an empty name of their module."""
         ours = {(call.__module__, call.__name__) for call in FUNCTIONS.values()}
         names = tuple(
             (name, "" if (module, path) in ours else module, path)

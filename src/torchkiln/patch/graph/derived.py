@@ -304,7 +304,7 @@ class Reading:
         return tuple(self.found)
 
     def after_torchs(self) -> list[ast.stmt]:
-        """The statements after those of torch's forward, which must be equal."""
+        """The statements that follow torch's; raises unless all before them equal torch's."""
         torchs_form = Form(self.base.forward, Globals(self.base.forward))
         check, *common, last = body_of(self.base.forward)
         if not self.statements or not self.is_rank_check(self.statements[0], torchs_form.of(check)):

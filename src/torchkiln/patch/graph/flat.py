@@ -99,7 +99,7 @@ class FlatTracer(CallTracer):
     def create_proxy(
         self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any, **options: Any
     ) -> Any:
-        """A traced value; for a function of users its result."""
+        """A traced value; a function of a user is called, and its result returned."""
         if isinstance(target, FunctionType) and is_users(target.__code__.co_filename):
             return target(*args, **kwargs)
         return super().create_proxy(kind, target, args, kwargs, *more, **options)

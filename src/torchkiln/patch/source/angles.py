@@ -135,7 +135,7 @@ def rewrite_angles(
 
 
 class Reader:
-    """Follows variables with each factor twice through the statements of a forward.
+    """Follows variables that hold each factor twice through the statements of a forward.
 
     No other statement may read them: it could change a tensor in place.
     """

@@ -63,7 +63,7 @@ def names(node: ast.AST, name: str) -> Iterator[ast.Name]:
 
 
 def counts(node: ast.If, function: ast.FunctionDef, scope: Mapping[str, Any]) -> bool:
-    """Whether a branch is ``if position_ids is None:`` with assignments that count."""
+    """Whether a branch is ``if position_ids is None:`` and sets consecutive positions."""
     is_own = ast.unparse(node.test) == f"{POSITIONS} is None" and not node.orelse
     if not is_own or scope.get("torch") is not torch or values_of("torch", function):
         return False
