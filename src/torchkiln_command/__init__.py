@@ -15,7 +15,7 @@ CANNOT_RUN = 3
 
 
 def main() -> int:
-    """Run the command line; the exit status."""
+    """Run the command line; returns the exit status."""
     try:
         if "torchkiln" not in sys.modules and not _create_package():
             return CANNOT_RUN
@@ -26,7 +26,7 @@ def main() -> int:
 
 
 def _create_package() -> bool:
-    """Make the package's modules importable without executing torchkiln/__init__.py; if found."""
+    """Make modules importable without executing torchkiln/__init__.py; False if there are none."""
     spec = find_spec("torchkiln")
     if spec is None or spec.origin is None:
         print(

@@ -283,7 +283,7 @@ def fuzz(
 def draw_and_time(
     run: Run, specs: Sequence[OpSpec], device: torch.device, seed: int, number: int
 ) -> Timed | None:
-    """The times of a drawn call; for None, ``run`` has the reason: left out, or failed."""
+    """The times of a drawn call; None if it has none: then ``run`` has the reason."""
     name, draw = key(seed, number), None
     try:
         draw = drawn(specs, device, seed, number)

@@ -48,7 +48,7 @@ def quantize(call: Call) -> Choices:
 
 
 def turned(call: Call, name: str) -> Choices:
-    """Shards of columns, and of rows in the first dimension, in whole blocks; transposed."""
+    """Shards of columns, or of rows (dimension 0), in whole blocks; the results are transposed."""
     x = getattr(call, name)
     if rows_hold_blocks(x):
         yield [Shard(1)] * 2, {name: Shard(0)}

@@ -43,7 +43,7 @@ class Comparison:
 
 
 def compare(match: Match, dtype: torch.dtype, device: torch.device) -> Comparison | str:
-    """Runs the old and the new forward on random numbers; a reason if one fails or they differ."""
+    """Runs both forwards on random numbers; returns a reason if one fails or they differ."""
     calls = [(x, *match.others) for x in match.inputs]
     for args in calls:
         for scale in SCALES:

@@ -138,7 +138,7 @@ Found = Match | str | None
 
 
 def plan_of(module: Any) -> Plan | None:
-    """The plan whose forward a module runs; None if it, or a subclass, has another forward."""
+    """The plan whose forward a module runs; None if another forward replaces it."""
     cls = type(module)
     is_made = getattr(cls, "_kiln_class", None) is cls and "forward" not in module.__dict__
     return cls._kiln_plan if is_made else None

@@ -101,7 +101,7 @@ def counters(options: argparse.Namespace, device: torch.device, report: Path) ->
 
 
 def print_times(call: Call, device: torch.device) -> None:
-    """The kernels by torch's profiler; on a CPU, why its times exceed the benchmark's."""
+    """Print the kernels by torch's profiler, and why its times differ from the benchmark's."""
     if device.type == "cpu":
         print("by torch's profiler, whose bookkeeping adds microseconds to the time of each op:")
     else:

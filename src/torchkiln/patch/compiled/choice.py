@@ -69,7 +69,7 @@ def columns_of(x: Tensor) -> int:
 
 
 def hint_of(size: Any) -> int:
-    """A size; that of the example if it is a symbol, which gets no guard."""
+    """A size as a number. For a symbol it is that of the example, and no guard is added."""
     node = getattr(size, "node", None)
     return int(size) if node is None else int(node.hint or 1)
 

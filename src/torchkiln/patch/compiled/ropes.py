@@ -21,7 +21,7 @@ from torchkiln.patch.formula.rotation import FORMS, RANKS, Form, Sizes
 from torchkiln.patch.formula.rotation_proof import Prover, compared
 
 ELEMENTWISE = ("cos", "sin", "to", "float", "mul", "unsqueeze", "type_as")
-"""Functions and methods that keep equal columns equal; ``mul`` with a number."""
+"""Functions and methods that keep equal columns equal; ``mul`` only by a number."""
 
 
 class Turned(NamedTuple):

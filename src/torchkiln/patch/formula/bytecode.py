@@ -58,7 +58,7 @@ def fault_of(code: CodeType) -> str:
 
 
 def hidden(step: dis.Instruction, after: dis.Instruction) -> str:
-    """The effect or read of two instructions that no trace shows; empty if there is none."""
+    """What two instructions change or read that no trace shows; empty if nothing."""
     name = step.argval
     if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and name in UNSEEN:
         return f"it reads {name}"

@@ -100,7 +100,7 @@ class ChannelsLast(Plan):
     """The plan of the module."""
 
     def settings(self) -> dict[str, Any]:
-        """The fields; another plan with its name and version."""
+        """The fields. Of the inner plan its name, version and settings are stored."""
         inner = self.inner
         saved = inner and (inner.saved_as, inner.version, inner.settings())
         return {**super().settings(), "reads": self.reads.settings(), "inner": saved}

@@ -53,7 +53,7 @@ def functions_in(value: Any) -> Iterator[FunctionType]:
 
 
 def methods(cls: type, name: str) -> list[Definition]:
-    """The functions with this name in a class and its bases; for the class also inherited ones."""
+    """The functions of this name in a class, which may inherit it, and in its bases."""
     owners = [one for one in cls.__mro__ if one is cls or name in vars(one)]
     found = [Definition(one, name, getattr(one, name, MISSING)) for one in owners]
     return [one for one in found if any(functions_in(one.value))]

@@ -20,7 +20,7 @@ POSITIONS = "position_ids"
 """The argument with the positions."""
 
 GIVEN = "_kiln_positions"
-"""The variable of a rewritten forward with the argument, or None if it was None."""
+"""The variable of a rewritten forward with the caller's positions; None without any."""
 
 MAKERS = (
     *("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask"),

@@ -56,7 +56,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def flat(logits: Tensor, target: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Any]:
-    """Capped logits and classes as rows, where uncounted rows are ignored; and other options."""
+    """Capped logits and classes as rows, and other options. Rows left out have an ignored class."""
     options = {"ignore_index": -100, "temperature": 1.0, "entropy": False, **kwargs}
     softcap, counted = options.pop("softcap", None), options.pop("rows", None)
     rows = logits.reshape(-1, logits.shape[-1])
