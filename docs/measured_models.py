@@ -191,12 +191,17 @@ def llama() -> Iterator[str]:
 
 
 def models() -> Iterator[str]:
-    """The steps of all models, by what replaces or compiles them."""
+    """The steps of all models, by what replaces or compiles them.
+
+    Models whose attention `replace` leaves alone have the lines of their library's attention.
+    """
     yield f"| model, commit | {' | '.join(FORMS.values())} |"
     yield f"|---{'|---' * len(FORMS)}|"
-    found = [row for row in rows(STEPS, attention="causal") if row["column"] in FORMS]
+    found = [row for row in rows(STEPS) if row["column"] in FORMS]
     for model in dict.fromkeys(row["model"] for row in found):
-        own = {row["column"]: row for row in found if row["model"] == model}
+        lines = [row for row in found if row["model"] == model]
+        routed = [row for row in lines if row["attention"] == "causal"]
+        own = {row["column"]: row for row in routed or lines}
         (commit,) = {row["environment"]["commit"][:7] for row in own.values()}
         cells = [median_and_peak(own[name]) if name in own else "" for name in FORMS]
         yield f"| {own['eager']['title']}, {commit} | {' | '.join(cells)} |"

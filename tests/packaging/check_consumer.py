@@ -30,7 +30,7 @@ def main() -> None:
     prefix = f"-DCMAKE_PREFIX_PATH={moved};{package.parent}"
     run("cmake", "-G", "Ninja", "-S", PROJECT, "-B", build, prefix)
     run("cmake", "--build", build)
-    for program in ("with_kernels", "with_torch", "with_sdk"):
+    for program in ("first", "with_kernels", "with_torch", "with_sdk"):
         run(build / program)
     if (build / "with_torch_package").exists():
         run(build / "with_torch_package")
