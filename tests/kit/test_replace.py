@@ -156,6 +156,25 @@ def test_gated_units_call_their_submodules(form: str) -> None:
     torch.testing.assert_close(found, Gated.forward(net, x))
 
 
+class ReadsWeight(Gated):
+    """A unit that reads the dtype of a weight, as T5 does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.silu(self.gate(x)) * self.wide(x)
+        if isinstance(self.down.weight, Tensor) and h.dtype != self.down.weight.dtype:
+            h = h.to(self.down.weight.dtype)
+        return self.down(h)
+
+
+def test_a_projection_without_a_weight_runs_the_original_forward() -> None:
+    unit, x = ReadsWeight(), torch.randn(3, 16)
+    expected = unit(x)
+    assert torchkiln.replace(unit)[""].now == "swiglu between the projections"
+    torch.testing.assert_close(unit(x), expected)
+    unit.gate = nn.Sequential(unit.gate)
+    assert torch.equal(unit(x), expected)
+
+
 def test_a_dropout_without_a_module_is_noticed() -> None:
     report = torchkiln.replace(Gated("hidden dropout"))
     assert report[""].reason == "it draws random numbers"

@@ -66,8 +66,13 @@ class Gated(ProvenPlan):
             return False
         if not self.reads_weights:
             return True
-        layers = map(module.get_submodule, filter(None, (self.gate, self.up, self.down)))
-        return all(getattr(layer.weight, "dtype", None) is args[0].dtype for layer in layers)
+        dtype = args[0].dtype
+        for name in (self.gate, self.up, self.down):
+            if name is not None:
+                weight = attribute(submodule(module, name), "weight", None)
+                if getattr(weight, "dtype", None) is not dtype:
+                    return False
+        return True
 
     def light(self) -> Gated:
         """The plan whose ``down`` saves no input."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
+from itertools import permutations, product
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from torchkiln.nn.plain import attribute
 from torchkiln.ops.norm import layer_norm, rms_norm
 from torchkiln.patch.formula.layout import Value
-from torchkiln.patch.formula.proven import ProvenPlan
+from torchkiln.patch.formula.proven import ProvenPlan, is_ordered, memory_order
 from torchkiln.patch.formula.reads import LARGEST
 from torchkiln.patch.formula.trace import WIDTHS, Situation, Trace, Tracer, recorded
 from torchkiln.patch.plan import Match
@@ -41,6 +42,8 @@ class Norm(ProvenPlan):
     """The name of the attribute with eps, or eps itself."""
     offset: float = 0.0
     round: str = "once"
+    permuted: bool = False
+    """Whether the module's result has the order of memory of ``x``, as after a transpose."""
 
     def __str__(self) -> str:
         said = [f"offset={self.offset:g}"] if self.offset else []
@@ -56,14 +59,24 @@ class Norm(ProvenPlan):
                 return False
         return True
 
+    def is_laid_out(self, x: Tensor) -> bool:
+        """Whether the strides descend; outside of ``torch.compile`` also in other orders."""
+        if is_ordered(x):
+            return True
+        return self.permuted and not is_compiling() and memory_order(x) is not None
+
     def stays(self, *args: Any) -> bool:
         """Whether ``torch.compile`` uses the op: yes, unless it was measured to be slower."""
         return stays(self.op, *args)
 
     def forward(self, module: nn.Module, x: Tensor) -> Tensor:
-        """The op with the parameters of the module."""
+        """The op with the parameters of the module, in the order of memory of ``x``."""
         op = rms_norm if self.op == "rms_norm" else layer_norm
-        return op(x, x.shape[-1:], **self.options(module))
+        if x.is_contiguous() or is_ordered(x):
+            return op(x, x.shape[-1:], **self.options(module))
+        order = memory_order(x) or list(range(x.dim()))
+        y = op(x.permute(order), x.shape[-1:], **self.options(module))
+        return y.permute(sorted(range(x.dim()), key=order.__getitem__))
 
     def options(self, module: nn.Module) -> dict[str, Any]:
         """The arguments of the op after ``normalized_shape``."""
@@ -156,7 +169,8 @@ def find(module: nn.Module, dtype: torch.dtype) -> Match | str | None:
             plan = with_eps(plan, tracer, eps, of)
             copy = random_copy(module)
             x = inputs(tracer.widths[0])
-            return Match(with_rounding(plan, copy, x), copy, (x,))
+            plan = with_permuted(with_rounding(plan, copy, x), copy, x)
+            return Match(plan, copy, (x,))
     return trace.reason or None
 
 
@@ -196,3 +210,18 @@ def with_rounding(plan: Norm, copy: nn.Module, x: Tensor) -> Norm:
         return int((plan.forward(module, x) != result).sum())
 
     return min(plan, replace(plan, round="input"), key=others)
+
+
+def with_permuted(plan: Norm, copy: nn.Module, x: Tensor) -> Norm:
+    """The plan for permuted dimensions, too, if the strides of the module's results follow them."""
+    rank = max(plan.proof.ranks) if plan.proof else 1
+    rows = numbers(*(2, 3, 4)[: rank - 1], 2 * x.shape[-1])
+    slices = [rows.permute(*order, rank - 1) for order in permutations(range(rank - 1))]
+    views = [view[..., : x.shape[-1]] for view in slices]
+    views += [torch.empty_like(view).copy_(view) for view in views]
+
+    def follows(view: Tensor) -> bool:
+        y = run(copy, view)
+        return isinstance(y, Tensor) and y.stride() == torch.empty_like(view).stride()
+
+    return replace(plan, permuted=True) if rank > 2 and all(map(follows, views)) else plan

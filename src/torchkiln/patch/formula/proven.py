@@ -42,11 +42,15 @@ class ProvenPlan(Plan):
         for x in args:
             if not (x is first or is_torchs(x)) or not is_dense(x) or x.dtype is not dtype:
                 return False
-            if x.dim() not in proof.ranks or not is_ordered(x):
+            if x.dim() not in proof.ranks or not self.is_laid_out(x):
                 return False
         if dtype not in proof.dtypes or (not proof.keeps_dtype and is_narrow(first)):
             return False
         return self.reads.hold(module)
+
+    def is_laid_out(self, x: Tensor) -> bool:
+        """Whether the new forward returns the strides of the original for this layout of ``x``."""
+        return is_ordered(x)
 
     @property
     def keeps_dtype(self) -> bool:
@@ -75,3 +79,16 @@ def is_ordered(x: Tensor) -> bool:
         return True
     strides = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size != 1]
     return all(strides) and strides == sorted(strides, reverse=True)
+
+
+def memory_order(x: Tensor) -> list[int] | None:
+    """The dimensions in the order of memory; None unless the last one is the innermost.
+
+    Torch's elementwise ops return a result with this order. None also if strides do not tell it.
+    """
+    strides = x.stride()
+    order = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
+    sizes = x.shape
+    found = [strides[d] for d in order if sizes[d] != 1]
+    is_told = all(found) and len(set(found)) == len(found)
+    return order if is_told and order[-1] == x.dim() - 1 else None
