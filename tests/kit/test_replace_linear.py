@@ -101,6 +101,24 @@ def test_a_bias_of_many_rows(calls: list[torch.Size]) -> None:
     assert len(calls) == 1
 
 
+def test_a_call_reads_weight_and_bias_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by ``nn.Module.__getattr__``, which would double the time of the checks."""
+    layer = nn.Linear(512, 520)
+    many = torch.randn(2048, 512)
+    torchkiln.replace(layer)
+    layer(many)
+    reads: list[str] = []
+    get: Any = nn.Module.__getattr__
+
+    def counted(self: nn.Module, name: str) -> Any:
+        reads.append(name)
+        return get(self, name)
+
+    monkeypatch.setattr(nn.Module, "__getattr__", counted)
+    layer(many)
+    assert not reads
+
+
 def test_which_layers_are_replaced() -> None:
     for layer in (nn.Linear(512, 520, bias=False), nn.Linear(504, 520), nn.Linear(1024, 10)):
         assert torchkiln.replace(layer)[""].reason == "torch's product is as fast"

@@ -373,6 +373,16 @@ def test_where_torchs_layers_run(calls: list[int], monkeypatch: pytest.MonkeyPat
     assert calls == [3]
 
 
+def test_small_inputs_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of the function would take longer than a pass over the gradients."""
+    model = Attention()
+    torchkiln.replace(model)
+    x = torch.randn(2048, SIZE, requires_grad=True)
+    expected = model(x)
+    monkeypatch.setattr(shared.SharedInput, "apply", None)
+    assert torch.equal(model(x), expected)
+
+
 class Unit(nn.Module):
     """A gated linear unit."""
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from torchkiln.nn.plain import attribute
 from torchkiln.ops.matmul import linear
 from torchkiln.patch.plan import Match, Plan
 from torchkiln.patch.probe import numbers, random_copy
+from torchkiln.patch.source.code import with_class_wrapper
 from torchkiln.patch.table import is_chosen
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -36,20 +40,44 @@ class WideLinear(Plan):
 
     def fits(self, module: Any, *args: Any) -> bool:
         """Whether the op takes less time; under ``torch.compile`` only by a table."""
-        if is_tracing() or len(args) != 1:
-            return False
-        x = args[0]
-        if not is_plain(x) or x.is_meta or plain_parameters(module) is None:
-            return False
-        if torch.compiler.is_compiling():
-            op = "padded_linear" if has_unaligned(module.weight) else "linear"
-            if not is_chosen(op, x, module.weight.shape[0], unmeasured=False):
-                return False
-        return has_unaligned(module.weight) or sums_gradient(module, x)
+        return len(args) == 1 and gaining(module, args[0]) is not None
 
     def forward(self, module: Any, *args: Any, **_: Any) -> Tensor:
         """The result of :func:`torchkiln.linear`."""
         return linear(args[0], module.weight, module.bias)
+
+    def method(self, original: type[nn.Module]) -> Callable[..., Any]:
+        """The forward of the class, which reads weight and bias once."""
+
+        @functools.wraps(original.forward, updated=())
+        def forward(module: nn.Module, /, *args: Any, **options: Any) -> Any:
+            if len(args) == 1 and not options:
+                (x,) = args
+                found = gaining(module, x)
+                if found is not None:
+                    return linear(x, *found)
+            return original.forward(module, *args, **options)
+
+        return with_class_wrapper(original, forward)
+
+
+def gaining(module: Any, x: Any) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias, if the op takes less time; under ``torch.compile`` only by a table."""
+    if not is_plain(x) or is_tracing():
+        return None
+    weight, bias = attribute(module, "weight", None), attribute(module, "bias", None)
+    if not is_plain(weight) or weight.dim() != 2:
+        return None
+    is_unaligned = has_unaligned(weight)
+    if not is_unaligned and (bias is None or not sums_gradient(bias, x)):
+        return None
+    if x.is_meta or not is_bias_of(bias, weight):
+        return None
+    if is_compiling():
+        op = "padded_linear" if is_unaligned else "linear"
+        if not is_chosen(op, x, weight.shape[0], unmeasured=False):
+            return None
+    return weight, bias
 
 
 def is_tracing() -> bool:
@@ -76,9 +104,12 @@ def find(module: Any) -> Match | str | None:
     return Match(WideLinear(), random_copy(small), (numbers(4, 63),))
 
 
+TORCHS = (Tensor, nn.Parameter)
+
+
 def is_plain(x: Any) -> bool:
     """Whether ops take a tensor: it is not nested, sparse or quantised, for example."""
-    is_known = type(x) in (Tensor, nn.Parameter)
+    is_known = type(x) in TORCHS
     if not is_known and not type(x).__module__.startswith("torch.distributed"):
         return False
     return x.layout is torch.strided and not x.is_nested and x.dtype in DTYPES
@@ -87,12 +118,14 @@ def is_plain(x: Any) -> bool:
 def plain_parameters(module: Any) -> tuple[Tensor, Tensor | None] | None:
     """Weight and bias of a layer, or None if the op does not take them."""
     weight: Any = attribute(module, "weight", None)
-    if not is_plain(weight) or weight.dim() != 2:
-        return None
     bias: Any = attribute(module, "bias", None)
-    if bias is not None and not (is_plain(bias) and bias.shape == weight.shape[:1]):
-        return None
-    return weight, bias
+    is_taken = is_plain(weight) and weight.dim() == 2 and is_bias_of(bias, weight)
+    return (weight, bias) if is_taken else None
+
+
+def is_bias_of(bias: Any, weight: Tensor) -> bool:
+    """Whether the op takes a bias, or None, with this weight."""
+    return bias is None or (is_plain(bias) and bias.shape == weight.shape[:1])
 
 
 def is_called_as_usual(weight: Tensor, bias: Tensor | None, x: Any) -> bool:
@@ -115,15 +148,16 @@ def has_unaligned(weight: Tensor) -> bool:
 
     Such products are slow in half precision; :func:`torchkiln.linear` pads them.
     """
+    rows, columns = weight.shape
     lanes = 8
-    return any(size % lanes for size in weight.shape)
+    return bool(rows % lanes or columns % lanes)
 
 
-def sums_gradient(module: Any, x: Tensor) -> bool:
+def sums_gradient(bias: Any, x: Tensor) -> bool:
     """Whether backward sums many rows for the bias gradient, which the op does in less time.
 
     Not under autocast, where the op adds a float32 bias in a separate pass.
     """
-    is_trained = module.bias is not None and module.bias.requires_grad and torch.is_grad_enabled()
     is_long = x.numel() >= LEAST_INPUT
-    return is_trained and is_long and not torch.is_autocast_enabled(x.device.type)
+    is_trained = is_long and bias.requires_grad and torch.is_grad_enabled()
+    return is_trained and not torch.is_autocast_enabled(x.device.type)

@@ -28,8 +28,12 @@ from torchkiln.patch.source.layer import OwnScope, parameters_of
 SHARED = "_kiln_shared"
 """The helper in rewritten source: ``[layer(x) for layer in layers]``, or an empty list."""
 
-LEAST_INPUT = 1 << 20
-"""Elements of an input from which adding its gradients takes longer than a call."""
+LEAST_INPUT = 1 << 24
+"""Elements of an input from which adding its gradients takes longer than the call of a function.
+
+On a host with 2 cores, forward and backward of the function take 50 us more than those of three
+layers. On an H200, a pass over two gradients of 24.6 million bfloat16 elements takes 34 us.
+"""
 
 
 class SharedInput(torch.autograd.Function):
