@@ -9,8 +9,10 @@ import pytest
 import torch
 from replace_models import OffsetRms, PlainLayer, Rms
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import torchkiln
+from torchkiln.patch.source import residual
 
 
 def refuse(*_: Any) -> None:
@@ -86,3 +88,113 @@ def test_norms_of_other_layouts_run_the_original(x: Tensor) -> None:
     after = norm(x)
     assert after.stride() == before.stride()
     assert torch.equal(after, before)
+
+
+class Layer(nn.Module):
+    """A layer of an encoder whose input may be transposed, as behind convolutions in Whisper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(16), nn.LayerNorm(16)
+        self.mix, self.mlp = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual = x
+        x = self.mix(self.norm_1(x))
+        x = residual + x
+        residual = x
+        x = self.norm_2(x)
+        x = self.mlp(x)
+        return residual + x
+
+
+@pytest.fixture
+def sums(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """The shapes that the op adds, on the CPU, too."""
+    found: list[torch.Size] = []
+
+    def add(a: Tensor, b: Tensor) -> Tensor:
+        found.append(a.shape)
+        return torchkiln.add(a, b)
+
+    monkeypatch.setattr(residual, "add", add)
+    monkeypatch.setattr(residual, "TRANSPOSING", ("cpu",))
+    return found
+
+
+def test_sums_with_a_transposed_residual(sums: list[torch.Size]) -> None:
+    """Both sums of a layer are bitwise torch's, in the strides of torch's."""
+    layer = Layer().bfloat16()
+    x = torch.randn(2, 16, 24, dtype=torch.bfloat16).mT.requires_grad_()
+
+    def results() -> tuple[Tensor, ...]:
+        y = layer(x)
+        return y, *torch.autograd.grad(y.float().square().sum(), [x, *layer.parameters()])
+
+    before = results()
+    assert before[0].stride() == x.stride()
+    assert torchkiln.replace(layer)[""].now == "add_layer_norm at norm_2"
+    after = results()
+    assert sums == [x.shape, x.shape]
+    assert after[0].stride() == before[0].stride()
+    for found, expected in zip(after, before, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+    layer(x.detach().contiguous())
+    torch.compile(layer, backend="eager")(x)
+    assert len(sums) == 2
+
+
+class Between(Layer):
+    """A layer with a sum between two wide layers of one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(512, 512), nn.Linear(512, 512)
+        self.norm_1 = nn.LayerNorm(512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x)
+        y = q + x
+        y = y + self.k(x)
+        return self.norm_1(y)
+
+
+def test_sums_between_layers_of_one_input() -> None:
+    report = torchkiln.replace(Between())
+    assert report[""].now == "add_layer_norm at norm_1, one sum of gradients for q, k"
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (1, 2.5),
+        (torch.ones(3, 4), 2),
+        (torch.ones(4, 3).T, torch.ones(4)),
+        (torch.ones(4, 3).T, torch.ones(3, 4, dtype=torch.float64)),
+        (torch.ones(4, 3, dtype=torch.int64).T, torch.ones(3, 4, dtype=torch.int64)),
+        (torch.ones(3, 3), torch.eye(3).to_sparse()),
+        (torch.eye(3).to_sparse(), torch.eye(3).to_sparse()),
+        (nn.Parameter(torch.ones(4, 3).T), torch.ones(3, 4)),
+    ],
+)
+def test_other_sums_are_torchs(a: Any, b: Any, sums: list[torch.Size]) -> None:
+    found, expected = residual.plus(a, b), a + b
+    assert not sums
+    assert type(found) is type(expected)
+    if isinstance(found, Tensor):
+        assert torch.equal(found.to_dense(), expected.to_dense())
+        assert found.dtype == expected.dtype
+    else:
+        assert found == expected
+
+
+def test_derivatives_of_a_transposed_sum(sums: list[torch.Size]) -> None:
+    a, b = torch.randn(20, 17).T, torch.randn(17, 20)
+    with forward_ad.dual_level():
+        dual = residual.plus(forward_ad.make_dual(a, a), b)
+        tangent = forward_ad.unpack_dual(dual).tangent
+    assert tangent is not None
+    assert torch.equal(tangent, a)
+    mapped = torch.func.vmap(residual.plus)(torch.stack([a, a]), torch.stack([b, b]))
+    assert torch.equal(mapped[0], a + b)
+    assert sums

@@ -20,13 +20,21 @@ from torchkiln.patch.source.layer import LINEAR_ACT, linear_act, rewrite_layers
 from torchkiln.patch.source.logits import LOGITS, logits_of, takes_logits
 from torchkiln.patch.source.loss_calls import LOSS, loss_of, rewrite_losses
 from torchkiln.patch.source.outputs import OUTPUT, output_of
-from torchkiln.patch.source.residual import ADD_NORM, add_norm, rewrite_sums
+from torchkiln.patch.source.residual import (
+    ADD_NORM,
+    PLUS,
+    add_norm,
+    plus,
+    rewrite_others,
+    rewrite_sums,
+)
 from torchkiln.patch.source.rope_calls import ROPE, rewrite_ropes, rope_of
 from torchkiln.patch.source.shared import SHARED, outputs, rewrite_shared
 from torchkiln.patch.source.text import definition, parsed
 
 HELPERS: dict[str, Callable[..., Any]] = {
     ADD_NORM: add_norm,
+    PLUS: plus,
     NORM: norm_for,
     LINEAR_ACT: linear_act,
     SHARED: outputs,
@@ -106,6 +114,8 @@ def rewrite(node: ast.FunctionDef, function: FunctionType, names: Names) -> Call
     layers = rewrite_layers(node, names.layers, names.acts)
     found = rewrite_shared(node, names.wide, names.quiet, names.properties)
     fed = rewrite_feeds(node, names.feeding, names.readers)
+    if sums:  # last, because the other functions take operators, but no call of a helper
+        rewrite_others(node)
     return Calls(sums, layers, count, dropouts, found, ropes, angles, names.head, fed)
 
 

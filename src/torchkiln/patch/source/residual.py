@@ -17,8 +17,9 @@ from torch.compiler import is_compiling
 
 from torchkiln.nn.plain import has_hooks
 from torchkiln.ops.dropout import dropout_add
+from torchkiln.ops.pointwise import add
 from torchkiln.patch.fed import Place, added, feeds, norm_for, op_name
-from torchkiln.patch.formula.linear import is_plain
+from torchkiln.patch.formula.linear import is_plain, is_tracing
 from torchkiln.patch.formula.norm import Norm
 from torchkiln.patch.formula.torch_modules import TorchModule
 from torchkiln.patch.plan import Plan, plan_of
@@ -29,6 +30,12 @@ from torchkiln.patch.table import stays
 
 ADD_NORM = "_kiln_add_norm"
 """The helper in rewritten source: ``(norm(a + b), a + b)``, with a dropout of ``a`` or ``b``."""
+
+PLUS = "_kiln_plus"
+"""The helper in rewritten source: ``a + b``."""
+
+TRANSPOSING = ("cuda",)
+"""Devices on which torch adds tensors of different strides element by element."""
 
 NORMED = "_kiln_normed"
 """The variable that holds the result of a norm between two statements."""
@@ -81,11 +88,27 @@ def add_norm(
         ):
             quantized = bool(to) and feeds(found, a, owner, to, at)
             return added(plan, found, a, b, quantized=quantized)
-        total = a + b
+        total = plus(a, b)
     found = read(owner, norm)
     if to:
         return norm_for(norm=found, x=total, owner=owner, to=to, at=at), total
     return found(total), total
+
+
+def plus(a: Any, b: Any) -> Any:
+    """``a + b``; by the op, which transposes in shared memory, if only one is contiguous."""
+    return add(a, b) if is_crossed(a, b) else a + b
+
+
+def is_crossed(a: Any, b: Any) -> bool:
+    """Whether both are plain tensors of one shape and dtype, of which one is contiguous."""
+    if type(a) is not Tensor or type(b) is not Tensor or is_compiling():
+        return False
+    if not is_plain(a) or not is_plain(b) or a.is_contiguous() == b.is_contiguous():
+        return False
+    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+        return False
+    return a.device.type in TRANSPOSING and not is_tracing()
 
 
 def is_sum_of_op(a: Any, b: Any) -> bool:
@@ -229,3 +252,20 @@ class Inline(OwnScope, ast.NodeTransformer):
         made = helper_call(ADD_NORM, norm=node.func, a=call[1].left, b=call[1].right)
         first = ast.Subscript(made, ast.Constant(0), ast.Load())
         return ast.fix_missing_locations(ast.copy_location(first, node))
+
+
+def rewrite_others(node: ast.FunctionDef) -> None:
+    """Rewrite the sums of two variables that are left, such as those at the end of a layer."""
+    Plus().generic_visit(node)
+
+
+class Plus(OwnScope, ast.NodeTransformer):
+    """Rewrites ``a + b`` of two variables."""
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        """Rewrites a sum; its parts may be sums, too."""
+        self.generic_visit(node)
+        if not is_sum(node) or not (name_of(node.left) and name_of(node.right)):
+            return node
+        call = ast.Call(ast.Name(PLUS, ast.Load()), [node.left, node.right], [])
+        return ast.fix_missing_locations(ast.copy_location(call, node))
