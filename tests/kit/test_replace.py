@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -161,13 +162,15 @@ class ReadsWeight(Gated):
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.silu(self.gate(x)) * self.wide(x)
-        if isinstance(self.down.weight, Tensor) and h.dtype != self.down.weight.dtype:
-            h = h.to(self.down.weight.dtype)
+        weight: Any = self.down.weight
+        if isinstance(weight, Tensor) and h.dtype != weight.dtype:
+            h = h.to(weight.dtype)
         return self.down(h)
 
 
 def test_a_projection_without_a_weight_runs_the_original_forward() -> None:
-    unit, x = ReadsWeight(), torch.randn(3, 16)
+    unit: Any = ReadsWeight()
+    x = torch.randn(3, 16)
     expected = unit(x)
     assert torchkiln.replace(unit)[""].now == "swiglu between the projections"
     torch.testing.assert_close(unit(x), expected)
