@@ -30,14 +30,18 @@ float widen_fp8(uint8_t byte) {
   return float_of(bits_of(found) | nan | uint32_t{byte & 0x80u} << 24);
 }
 
+/// Writes the values of E4M3 bytes that share a scale.
+void widen_block(float* to, const uint8_t* from, int64_t count, float scale) {
+  for (int64_t i = 0; i < count; ++i) to[i] = widen_fp8(from[i]) * scale;
+}
+
 void load(const Quantize& p, Tile& tile) {
   for (int64_t r = 0; r < tile.rows; ++r) {
     const int64_t at = (tile.row + r) * p.stride + tile.column;
     float* const to = tile.value + r * kTile;
     if (p.x_scale != nullptr) {
       const auto* const from = static_cast<const uint8_t*>(p.x) + at;
-      const float scale = p.x_scale[tile.column / kTile * p.rows + tile.row + r];
-      for (int64_t c = 0; c < tile.columns; ++c) to[c] = widen_fp8(from[c]) * scale;
+      widen_block(to, from, tile.columns, p.x_scale[tile.column / kTile * p.rows + tile.row + r]);
     } else {
       const float* const run = read_run(to, p.x, at, 1, tile.columns, p.dtype);
       if (run != to) std::copy_n(run, tile.columns, to);
@@ -130,8 +134,21 @@ Status quantize(const Quantize& p, int64_t begin, int64_t end) {
   return {};
 }
 
+Status dequantize(const Dequantize& p, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    const uint8_t* const from = p.data + row * p.columns;
+    const float* scale = p.scale + (p.square ? row / kTile : row) * p.scale_stride;
+    float* const to = p.out + row * p.columns;
+    for (int64_t column = 0; column < p.columns; column += kTile, scale += p.block_stride)
+      widen_block(to + column, from + column, std::min(kTile, p.columns - column), *scale);
+  }
+  return {};
+}
+
 }  // namespace TORCHKILN_ISA
 
+TORCHKILN_CPU_ENTRY(dequantize, (const Dequantize& arguments, int64_t begin, int64_t end),
+                    (arguments, begin, end))
 TORCHKILN_CPU_ENTRY(quantize, (const Quantize& arguments, int64_t begin, int64_t end),
                     (arguments, begin, end))
 

@@ -13,18 +13,15 @@ from torch.nn import functional as F
 import torchkiln
 from torchkiln.patch.fp8 import missing
 from torchkiln.testing import scaled_product
-from torchkiln.testing.scaled_product import Cast
 from torchkiln.testing.specs.quantize import LINEAR_FP8, layer
 
 CPU = torch.device("cpu")
 
 
-def in_float32(a: Cast, b: Cast, dtype: torch.dtype) -> Tensor:
-    """Stands for torch's product, which a CPU has not."""
-    scale = b[1].repeat_interleave(128, 0)[: len(b[0])]  # of each row
-    left = torchkiln.dequantize(torchkiln.Quantized(*a))
-    right = torchkiln.dequantize(torchkiln.Quantized(b[0], scale))
-    return (left @ right.T).to(dtype)
+class OnGpu(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda = True
 
 
 @pytest.mark.parametrize("shape", [(128, 256), (33, 130), (1, 3), (200, 128)])
@@ -40,8 +37,7 @@ def test_casts_are_those_of_the_op(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("is_given", [False, True])
-def test_the_layer_is_that_of_the_op(*, is_given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaled_product, "product", in_float32)
+def test_the_layer_is_that_of_the_op(*, is_given: bool) -> None:
     shapes, grad = ((2, 33, 130), (65, 130), (65,)), torch.randn(2, 33, 65)
     x, weight, bias = (torch.randn(shape, requires_grad=True) for shape in shapes)
     given = torchkiln.quantize_weight(weight) if is_given else None
@@ -77,7 +73,7 @@ def test_operands_as_torch_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.zeros(a.shape[0], b.shape[1], dtype=output_dtype)
 
     monkeypatch.setattr(F, "scaled_mm", scaled_mm)
-    x, weight = torch.randn(33, 390), torch.randn(130, 390)
+    x, weight = (torch.randn(rows, 390).as_subclass(OnGpu) for rows in (33, 130))
     y = scaled_product.linear(x, weight, None, None)
     assert y.shape == (33, 130)
     left, right, scale, squares = seen
@@ -86,12 +82,6 @@ def test_operands_as_torch_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert right.T.is_contiguous()
     assert (scale.shape, scale.stride()) == ((48, 4), (1, 48))
     assert (squares.shape, squares.stride()) == ((4, 2), (1, 4))
-
-
-class OnGpu(torch.Tensor):
-    """Says that it is on a GPU."""
-
-    is_cuda = True
 
 
 @pytest.mark.parametrize(
@@ -113,6 +103,14 @@ def test_peers_follow_replace(
     x = torch.empty(rows, k, device="meta").as_subclass(OnGpu)
     layer.usual(x, torch.empty(n, k, device="meta"))
     assert seen == ["half" if is_compared_with_half else "fp8"]
+
+
+def test_the_peer_on_a_cpu_quantises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """replace gives no layer on a CPU to FP8, so that torch's casts are part of its time."""
+    monkeypatch.setattr(F, "linear", lambda *_: pytest.fail("torch's layer in the dtype of x"))
+    monkeypatch.setattr(scaled_product, "linear", lambda x, *_: x)
+    x = torch.empty(4096, 4096, device="meta")
+    assert layer.usual(x, x) is x
 
 
 def test_drawn_layers() -> None:

@@ -226,6 +226,23 @@ def test_dtypes_of_dequantize() -> None:
         assert_close(torchkiln.dequantize(found, dtype), exact.to(dtype), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("power", [-126, 0, 119, 120])
+def test_every_number_times_every_kind_of_scale(power: int) -> None:
+    """A CPU has a kernel for all dtypes but float64, where torch multiplies."""
+    data = torch.arange(256, dtype=torch.uint8).repeat(3, 1).view(torch.float8_e4m3fn)
+    rows = torch.tensor([[power, 0], [-9, power], [3, 1]], dtype=torch.float64).exp2().float()
+    for one in (
+        torchkiln.Quantized(data, rows),
+        torchkiln.Quantized(data, rows.T.contiguous().T),
+        torchkiln.Quantized(data[None], rows[None]),
+        torchkiln.Quantized(data.T.contiguous().T, rows[:1]),  # squares
+    ):
+        exact = torchkiln.dequantize(one, torch.float64)
+        for dtype in DTYPES:
+            found = torchkiln.dequantize(one, dtype)
+            assert_close(found, exact.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
 def test_fake_and_meta_tensors_have_the_layout_of_real_ones() -> None:
     x = normal((3, 5, 300), torch.bfloat16)
     for op in (torch.ops.torchkiln.quantize, torch.ops.torchkiln.quantize_both):

@@ -207,8 +207,38 @@ Tensor DequantizeOp::meta(const Tensor& data, const Tensor& scale, at::ScalarTyp
   return empty_of(data.sym_sizes(), data.options().dtype(dtype));
 }
 
+namespace {
+
+/// The values of a tensor on a CPU in float32.
+void widen(const Tensor& data, const Tensor& scale, const Tensor& out) {
+  if (data.numel() == 0) return;
+  const int64_t columns = data.size(-1), rows = data.numel() / columns;
+  const auto bytes = data.expect_contiguous();
+  const bool is_matrix = scale.dim() == 2;
+  const Tensor scales = is_matrix ? scale : scale.reshape({-1, scale.size(-1)});
+  const Dequantize p{static_cast<const uint8_t*>(bytes->const_data_ptr()),
+                     scales.const_data_ptr<float>(),
+                     out.data_ptr<float>(),
+                     columns,
+                     scales.stride(0),
+                     scales.stride(1),
+                     scales.size(0) != rows};
+  at::parallel_for(0, rows, std::max<int64_t>(1, kElementwiseGrain / columns),
+                   [&](int64_t begin, int64_t end) {
+                     check_status("dequantize", cpu::dequantize(p, begin, end));
+                   });
+}
+
+}  // namespace
+
 Tensor DequantizeOp::kernel(const Tensor& data, const Tensor& scale, at::ScalarType dtype) {
   Tensor out = meta(data, scale, dtype);
+  if (data.is_cpu() && dtype != at::kDouble) {
+    const bool is_float = dtype == at::kFloat;
+    const Tensor wide = is_float ? out : at::empty(out.sizes(), out.options().dtype(at::kFloat));
+    widen(data, scale, wide);
+    return is_float ? out : out.copy_(wide);
+  }
   const int64_t columns = data.size(-1);
   Tensor each = scale.repeat_interleave(kScaledElements, -1).narrow(-1, 0, columns);
   if (data.dim() == 2 && scale.size(0) != data.size(0))

@@ -1,6 +1,7 @@
 """A linear layer in float8_e4m3fn by torch's own ops: casts, and ``torch.nn.functional.scaled_mm``.
 
-Its blocks and scales are those of :func:`torchkiln.linear_fp8`, so that both do the same work.
+Its blocks and scales are those of :func:`torchkiln.linear_fp8`, so that both do the same work. On a
+CPU, where torch multiplies no such blocks, both multiply the values in float32.
 """
 
 from __future__ import annotations
@@ -48,8 +49,17 @@ def padded(data: Tensor) -> Tensor:
     return F.pad(data.view(torch.uint8), (0, columns, 0, rows)).view(data.dtype)
 
 
+def widened(a: Cast, rows: int) -> Tensor:
+    """The values of a matrix in blocks of ``rows`` x 128 elements, in float32."""
+    data, scale = a
+    each = scale.repeat_interleave(BLOCK, 1)[:, : data.shape[1]]
+    return data.float() * (each if rows == 1 else each.repeat_interleave(rows, 0)[: len(data)])
+
+
 def product(a: Cast, b: Cast, dtype: torch.dtype) -> Tensor:
     """The rows of ``a``, in blocks of 1 x 128, times those of ``b``, in squares."""
+    if not a[0].is_cuda:
+        return F.linear(widened(a, 1), widened(b, BLOCK)).to(dtype)
     left, right = padded(a[0]), padded(b[0])
     scale = F.pad(a[1].t(), (0, len(left) - len(a[0])), value=1.0).contiguous().t()
     squares = F.pad(b[1], (0, -b[1].shape[1] % 4)).contiguous().t()

@@ -58,10 +58,25 @@ struct QuantizeGated {
   Quantize result;  // rows and columns of the result, dtype of gate; x and stride are not read
 };
 
+/// Writes data * scale in float32, for scales of rows or of squares. The product is exact: a scale
+/// is a power of two.
+struct Dequantize {
+  const uint8_t* data;  // [rows, columns]
+  const float* scale;   // [rows, blocks of a row], or [blocks of rows, blocks of a row] for squares
+  float* out;           // [rows, columns]
+  int64_t columns;
+  int64_t scale_stride;  // elements from one row of scales to the next
+  int64_t block_stride;  // elements from the scale of a block to that of the next block of the row
+  bool square;
+};
+
 namespace cpu {
 
 /// Computes the tiles begin <= tile < end, numbered along the columns first.
 TORCHKILN_EXPORT Status quantize(const Quantize& arguments, int64_t begin, int64_t end);
+
+/// Computes the rows begin <= row < end.
+TORCHKILN_EXPORT Status dequantize(const Dequantize& arguments, int64_t begin, int64_t end);
 
 }  // namespace cpu
 
