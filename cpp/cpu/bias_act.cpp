@@ -14,7 +14,8 @@ namespace {
 // Column sums are computed in strips of 1024 columns by 16 rows. Sums of a strip have the compute
 // type. If a chunk has more rows, the sums of its strips, and of blocks of 256 rows, are added in
 // double. All running sums stay in the L1 cache. The rounding error in float is that of 16
-// additions for any number of rows; in double it grows with rows / 256 + 32.
+// additions for any number of rows; in double it grows with rows / 256 + 32. Short rows are folded:
+// a strip computes several of them as one, whose sums are added in double.
 constexpr int64_t kStripColumns = 1024;
 constexpr int64_t kStripRows = 16;
 constexpr int64_t kBlockRows = 256;
@@ -47,10 +48,11 @@ void run_backward(C* grad_x, C* sum, const C* grad, const C* saved, const C* bia
   }
 }
 
-/// Processes the rows first_row <= row < last_row of the strip that begins at `column`.
+/// Processes the rows first_row <= row < last_row of the strip that begins at `column`. `fold`
+/// whole rows are computed as one; `sum` then has the sums of that one.
 template <class T, class Act>
-void strip_backward(const BiasActBackward& p, int64_t first_row, int64_t last_row, int64_t column,
-                    int64_t width, Compute<T>* sum) {
+void strip_backward(const BiasActBackward& p, int64_t first_row, int64_t last_row, int64_t fold,
+                    int64_t column, int64_t width, Compute<T>* sum) {
   using C = Compute<T>;
   C grad_buffer[kRun];
   C saved_buffer[kRun] = {};
@@ -58,24 +60,25 @@ void strip_backward(const BiasActBackward& p, int64_t first_row, int64_t last_ro
   C result_buffer[kRun];
   const Gradient<Act, C> gradient{static_cast<C>(p.scale)};
   for (int64_t done = 0; done < width; done += kRun) {
-    const int64_t count = std::min(kRun, width - done);
+    const int64_t columns = std::min(kRun, width - done);
     const int64_t first = column + done;
     const C* bias = bias_buffer;
     if (gradient.kFromInput && p.bias != nullptr)
-      bias =
-          read_run(bias_buffer, p.bias, first * p.bias_stride, p.bias_stride, count, p.bias_dtype);
-    for (int64_t row = first_row; row < last_row; ++row) {
+      bias = read_rows<kRun>(bias_buffer, p.bias, first * p.bias_stride,
+                             {0, columns, p.bias_stride, 0}, columns * fold, p.bias_dtype);
+    for (int64_t row = first_row; row < last_row; row += fold) {
+      const int64_t count = columns * std::min(fold, last_row - row);
       const int64_t at = row * p.columns + first;
-      const C* grad =
-          read_run(grad_buffer, p.grad, row * p.grad_row_stride + first * p.grad_column_stride,
-                   p.grad_column_stride, count, p.dtype);
+      const auto read = [&](C* buffer, const void* from, int64_t row_stride, int64_t stride) {
+        return read_rows<kRun>(buffer, from, row * row_stride + first * stride,
+                               {0, columns, stride, row_stride}, count, p.dtype);
+      };
+      const C* grad = read(grad_buffer, p.grad, p.grad_row_stride, p.grad_column_stride);
       const C* saved = saved_buffer;
       if constexpr (Act::kSaved == Saved::sign) {
         unpack_signs(saved_buffer, static_cast<const uint8_t*>(p.saved), at, count);
       } else if constexpr (gradient.kFromInput) {
-        saved = read_run(saved_buffer, p.saved,
-                         row * p.saved_row_stride + first * p.saved_column_stride,
-                         p.saved_column_stride, count, p.dtype);
+        saved = read(saved_buffer, p.saved, p.saved_row_stride, p.saved_column_stride);
       }
       T* grad_x = p.grad_x == nullptr ? nullptr : static_cast<T*>(p.grad_x) + at;
       if constexpr (std::is_same_v<T, C>) {
@@ -101,12 +104,17 @@ int64_t chunk_count(const BiasActBackward& p) {
 struct ChunkPlan {
   int64_t chunks;
   int64_t rows_per_chunk;
+  int64_t fold;  // rows that are computed as one
   bool has_blocks;
 
   explicit ChunkPlan(const BiasActBackward& p)
       : chunks(chunk_count(p)),
         rows_per_chunk((p.rows + chunks - 1) / chunks),
-        has_blocks(rows_per_chunk > kStripRows) {}
+        fold(p.columns <= kShortRow ? kRun / p.columns : 1),
+        has_blocks(rows_per_chunk > strip_rows()) {}
+
+  int64_t strip_rows() const { return kStripRows * fold; }
+  int64_t block_rows() const { return kBlockRows * fold; }
 
   /// The column sums of a chunk, from a column on; null if no bias gradient is wanted.
   template <class Sum>
@@ -128,8 +136,15 @@ void chunk_backward(const BiasActBackward& p, const ChunkPlan& plan, int64_t chu
       body(column, std::min(kStripColumns, p.columns - column));
   };
   const auto sum_strip = [&](int64_t row, int64_t end, int64_t column, int64_t width, C* sum) {
-    std::fill_n(sum, width, C(0));
-    strip_backward<T, Act>(p, row, end, column, width, sum);
+    C folded[kRun];
+    C* const sums = plan.fold == 1 ? sum : folded;
+    std::fill_n(sums, width * plan.fold, C(0));
+    strip_backward<T, Act>(p, row, end, plan.fold, column, width, sums);
+    for (int64_t i = 0; plan.fold > 1 && i < width; ++i) {
+      double all = 0;
+      for (int64_t r = 0; r < plan.fold; ++r) all += static_cast<double>(folded[r * width + i]);
+      sum[i] = static_cast<C>(all);
+    }
   };
   if (!plan.has_blocks) {
     for_strips([&](int64_t column, int64_t width) {
@@ -140,12 +155,12 @@ void chunk_backward(const BiasActBackward& p, const ChunkPlan& plan, int64_t chu
   }
   double* const chunk_sum = plan.sums<double>(p, chunk, 0);
   if (chunk_sum != nullptr) std::fill_n(chunk_sum, p.columns, 0.0);
-  for (int64_t block = first; block < last; block += kBlockRows) {
-    const int64_t end = std::min(block + kBlockRows, last);
+  for (int64_t block = first; block < last; block += plan.block_rows()) {
+    const int64_t end = std::min(block + plan.block_rows(), last);
     for_strips([&](int64_t column, int64_t width) {
       std::fill_n(block_sum, width, 0.0);
-      for (int64_t row = block; row < end; row += kStripRows) {
-        sum_strip(row, std::min(row + kStripRows, end), column, width, strip_sum);
+      for (int64_t row = block; row < end; row += plan.strip_rows()) {
+        sum_strip(row, std::min(row + plan.strip_rows(), end), column, width, strip_sum);
         for (int64_t i = 0; i < width; ++i) block_sum[i] += static_cast<double>(strip_sum[i]);
       }
       for (int64_t i = 0; chunk_sum != nullptr && i < width; ++i)

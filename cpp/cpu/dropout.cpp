@@ -57,20 +57,19 @@ Status run(const Functor& functor, const Elementwise<Inputs>& arguments, const D
     using C = Compute<T>;
     if (begin == 0 && dropout.random.record != nullptr) dropout.random.resolved().write_record();
     Cursor<Inputs, 1> cursor(arguments.layout, begin);
-    C buffers[Inputs][kRun];
+    InputRun<C> inputs[Inputs];
     C factors[kRun];
     C results[kRun];
     for (int64_t at = begin; at < end;) {
       const Layout<Inputs>& layout = arguments.layout;
-      const int64_t row_rest = layout.rank == 0 ? 1 : layout.size[0] - cursor.index[0];
-      const int64_t count = std::min({end - at, row_rest, kRun});
+      const int64_t count = cursor.run_length(layout, end - at, kRun);
       const C* in[Inputs + 1];
       draw_run(factors, dropout, at, count);
       in[0] = factors;
-      for (int k = 0; k < Inputs; ++k) {
-        in[k + 1] = read_run(buffers[k], arguments.in[k], cursor.offset[k], layout.stride[k][0],
-                             count, arguments.in_dtype[k]);
-      }
+      for (int k = 0; k < Inputs; ++k)
+        in[k + 1] =
+            inputs[k].read(arguments.in[k], cursor.offset[k], cursor.rows(layout, layout.stride[k]),
+                           count, arguments.in_dtype[k]);
       C* const to[1] = {results};
       apply(functor, to, in, count, std::make_index_sequence<Inputs + 1>{});
       narrow_run(static_cast<T*>(arguments.out[0]) + at, results, count);

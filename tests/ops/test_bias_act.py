@@ -415,3 +415,19 @@ def test_derivatives_of_the_fourth_order(
             chain.append(float(total.detach()))
         chains.append(chain)
     assert chains[0] == pytest.approx(chains[1], rel=1e-9)
+
+
+@pytest.mark.parametrize("strides", [(5, 1), (9, 1), (1, 70003)])
+@pytest.mark.parametrize("act", ["gelu", "relu", "none"])
+def test_gradient_of_a_short_bias(act: str, strides: tuple[int, int]) -> None:
+    """Rows of few columns are computed together, and their sums are added in float64."""
+    shape = (70003, 5)
+    x, grad = (torch.randn(70003 * 9).as_strided(shape, strides).detach() for _ in range(2))
+    x, bias = x.requires_grad_(), torch.randn(5, requires_grad=True)
+    y = torchkiln.bias_act(x, bias, scale=1.7, act=act)
+    found = torch.autograd.grad(y, (x, bias), grad)
+    z = (x.detach().double() * 1.7 + bias.detach().double()).requires_grad_()
+    passed = torch.autograd.grad(FORMULAS[act].exact(z), z, grad.double())[0]
+    torch.testing.assert_close(found[0], (passed * 1.7).float(), rtol=1e-5, atol=1e-5)
+    error = (found[1] - passed.sum(0)).abs() / passed.abs().sum(0)
+    assert float(error.max()) < 2.0**-22

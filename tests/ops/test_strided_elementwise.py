@@ -13,6 +13,10 @@ import torchkiln
 LAYOUTS = {
     "long rows": ((40, 1027), (1035, 1)),
     "short rows": ((700, 12), (20, 1)),
+    "short rows for several threads": ((9001, 7), (9, 1)),
+    "short rows in planes": ((5, 90, 7), (1000, 10, 1)),
+    "the longest short rows": ((37, 128), (130, 1)),
+    "rows after the longest short ones": ((37, 129), (130, 1)),
     "a column": ((5000, 1), (9, 1)),
     "every second element": ((3, 2050), (4100, 2)),
     "transposed": ((300, 30), (1, 300)),
@@ -25,7 +29,7 @@ OPS: dict[str, Callable[..., Tensor]] = {
     "tanh": torchkiln.tanh,
     "swiglu": torchkiln.swiglu,
     "geglu": torchkiln.geglu,
-    "bias_act": lambda x, bias: torchkiln.bias_act(x, bias[0].detach(), scale=1.7),
+    "bias_act": lambda x, bias: torchkiln.bias_act(x, bias.detach().flatten(0, -2)[0], scale=1.7),
     "dropout_add": lambda x, residual: torchkiln.dropout_add(x, residual, 0.3),
     "muladd": torchkiln.muladd,
 }

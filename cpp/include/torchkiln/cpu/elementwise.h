@@ -1,9 +1,9 @@
 #pragma once
 
 // The CPU counterpart of cuda/include/torchkiln/device/elementwise.cuh: outputs =
-// functor(inputs...) for a range of the iteration space. The range is split into runs, which end at
-// the latest at the end of an innermost row. A run stays in the L1 cache while it is converted,
-// computed and converted back.
+// functor(inputs...) for a range of the iteration space. The range is split into runs: a part of an
+// innermost row, or several rows if they are short. A run stays in the L1 cache while it is
+// converted, computed and converted back.
 
 #include <algorithm>
 #include <utility>
@@ -16,6 +16,9 @@ namespace torchkiln::cpu::TORCHKILN_ISA {
 
 // Maximum number of elements per run.
 inline constexpr int64_t kRun = 512;
+
+// Rows of at most this many elements are computed together.
+inline constexpr int64_t kShortRow = kRun / 4;
 
 /// A position in the iteration space of a layout, and its offset in each operand.
 template <int Inputs, int Outputs>
@@ -32,16 +35,36 @@ struct Cursor {
     }
   }
 
-  /// Advances by `count` elements, at most to the end of the current row.
+  /// Advances by `count` elements, at most to the end of the last row of dimension 1.
   void advance(const Layout<Inputs, Outputs>& layout, int64_t count) {
     index[0] += count;
     move(layout, 0, count);
-    for (int d = 0; d + 1 < layout.rank && index[d] == layout.size[d]; ++d) {
-      index[d] = 0;
-      ++index[d + 1];
-      move(layout, d, -layout.size[d]);
-      move(layout, d + 1, 1);
+    for (int d = 0; d + 1 < layout.rank && index[d] >= layout.size[d]; ++d) {
+      const int64_t rows = d == 0 ? index[0] / layout.size[0] : 1;
+      index[d] -= rows * layout.size[d];
+      index[d + 1] += rows;
+      move(layout, d, -rows * layout.size[d]);
+      move(layout, d + 1, rows);
     }
+  }
+
+  /// The number of elements of the run that begins here, at most `most`. A run of short rows ends
+  /// with a row.
+  int64_t run_length(const Layout<Inputs, Outputs>& layout, int64_t most, int64_t longest) const {
+    if (layout.rank == 0) return 1;
+    int64_t rows = 1;
+    if (has_short_rows(layout)) rows = std::min(kRun / layout.size[0], layout.size[1] - index[1]);
+    return std::min({most, longest, rows * layout.size[0] - index[0]});
+  }
+
+  static bool has_short_rows(const Layout<Inputs, Outputs>& layout) {
+    return layout.rank > 1 && layout.size[0] <= kShortRow;
+  }
+
+  /// The rows of an operand with these strides, from here on.
+  Rows rows(const Layout<Inputs, Outputs>& layout, const int64_t* stride) const {
+    if (layout.rank == 0) return {0, 1, 1, 1};
+    return {index[0], layout.size[0], stride[0], layout.rank > 1 ? stride[1] : 0};
   }
 
  private:
@@ -49,6 +72,25 @@ struct Cursor {
     for (int k = 0; k < Inputs; ++k) offset[k] += count * layout.stride[k][d];
     for (int o = 0; o < Outputs; ++o) out_offset[o] += count * layout.out_stride[o][d];
   }
+};
+
+/// An input in the compute type, run by run.
+template <class C>
+class InputRun {
+ public:
+  const C* read(const void* from, int64_t offset, const Rows& rows, int64_t count, Dtype dtype) {
+    // Rows that are the same one, such as those of a bias, stay in the buffer.
+    const bool repeats = rows.row_stride == 0 && rows.first == 0 && !rows.is_run(count);
+    if (repeats && offset == held_ && count <= held_count_) return buffer_;
+    held_ = offset;
+    held_count_ = repeats ? count : 0;
+    return read_rows<kRun>(buffer_, from, offset, rows, count, dtype);
+  }
+
+ private:
+  C buffer_[kRun];
+  int64_t held_ = 0;
+  int64_t held_count_ = 0;  // elements in the buffer that the next run may use
 };
 
 template <class Functor, class C, class T, int Inputs, size_t... K>
@@ -110,25 +152,42 @@ bool widens_in_registers(const Elementwise<Inputs, Outputs>& arguments) {
   return found;
 }
 
+/// Stores a run of results, rounded.
+template <class Out, class C>
+void store_rows(Out* to, const Rows& rows, const C* results, int64_t count) {
+  if (rows.is_run(count)) {
+    rows.stride == 1 ? narrow_run(to, results, count)
+                     : scatter_run(to, rows.stride, results, count);
+    return;
+  }
+  Out* row = to - rows.first * rows.stride;
+  for (int64_t column = rows.first; count > 0; column = 0, row += rows.row_stride) {
+    const int64_t part = std::min(rows.width - column, count);
+    scatter_run(row + column * rows.stride, rows.stride, results, part);
+    results += part;
+    count -= part;
+  }
+}
+
 template <class Out, class Functor, int Inputs, int Outputs>
 Status elementwise(const Functor& functor, const Elementwise<Inputs, Outputs>& arguments,
                    int64_t begin, int64_t end) {
   using C = Compute<Out>;
   const Layout<Inputs, Outputs>& layout = arguments.layout;
   Cursor<Inputs, Outputs> cursor(layout, begin);
-  C buffers[Inputs][kRun];
+  InputRun<C> inputs[Inputs];
   C results[Outputs][kRun];
-  const bool in_registers = widens_in_registers<Out>(arguments);
+  const bool in_registers = widens_in_registers<Out>(arguments) && !cursor.has_short_rows(layout);
   const int64_t longest = needs_buffers<C>(arguments) ? kRun : end - begin;
   for (int64_t at = begin; at < end;) {
-    const int64_t row_rest = layout.rank == 0 ? 1 : layout.size[0] - cursor.index[0];
-    const int64_t count = std::min({end - at, row_rest, longest});
+    const int64_t count = cursor.run_length(layout, end - at, longest);
     C* to[Outputs];
     bool direct[Outputs] = {};
     for (int o = 0; o < Outputs; ++o) {
       to[o] = results[o];
       if constexpr (std::is_same_v<Out, C>) {
-        direct[o] = layout.out_stride[o][0] == 1 || layout.rank == 0;
+        const Rows rows = cursor.rows(layout, layout.out_stride[o]);
+        direct[o] = rows.stride == 1 && rows.is_run(count);
         if (direct[o]) to[o] = static_cast<Out*>(arguments.out[o]) + cursor.out_offset[o];
       }
     }
@@ -143,20 +202,15 @@ Status elementwise(const Functor& functor, const Elementwise<Inputs, Outputs>& a
     }
     if (!in_registers) {
       const C* in[Inputs];
-      for (int k = 0; k < Inputs; ++k) {
-        in[k] = read_run(buffers[k], arguments.in[k], cursor.offset[k], layout.stride[k][0], count,
-                         arguments.in_dtype[k]);
-      }
+      for (int k = 0; k < Inputs; ++k)
+        in[k] = inputs[k].read(arguments.in[k], cursor.offset[k],
+                               cursor.rows(layout, layout.stride[k]), count, arguments.in_dtype[k]);
       apply(functor, to, in, count, kInputs);
     }
     for (int o = 0; o < Outputs; ++o) {
-      if (direct[o]) continue;
-      Out* out = static_cast<Out*>(arguments.out[o]) + cursor.out_offset[o];
-      if (layout.out_stride[o][0] == 1 || layout.rank == 0) {
-        narrow_run(out, results[o], count);
-      } else {
-        scatter_run(out, layout.out_stride[o][0], results[o], count);
-      }
+      if (!direct[o])
+        store_rows(static_cast<Out*>(arguments.out[o]) + cursor.out_offset[o],
+                   cursor.rows(layout, layout.out_stride[o]), results[o], count);
     }
     cursor.advance(layout, count);
     at += count;

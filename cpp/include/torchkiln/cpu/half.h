@@ -3,6 +3,7 @@
 // Half-precision types on the host, for storage only. Conversions process runs of elements, so that
 // they can be vectorised. All round to nearest even.
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -211,6 +212,73 @@ const C* read_run(C* buffer, const void* from, int64_t offset, int64_t stride, i
       break;
     case Dtype::bfloat16:
       widen_run(buffer, static_cast<const BFloat16*>(from) + offset, stride, count);
+      break;
+  }
+  return buffer;
+}
+
+/// Evenly spaced rows of an operand, which are read from column `first` of a row on.
+struct Rows {
+  int64_t first;
+  int64_t width;
+  int64_t stride;      // elements from one column to the next
+  int64_t row_stride;  // elements from one row to the next
+
+  /// Whether `count` elements have the same distance from each other.
+  bool is_run(int64_t count) const {
+    return count <= width - first || row_stride == width * stride;
+  }
+};
+
+/// Copies `count` elements of rows; `from` is the first one. `stride` is an argument of its own, so
+/// that it can be a constant.
+template <class T, class Stride>
+void gather_rows(T* to, const T* from, const Rows& rows, Stride stride, int64_t count) {
+  const T* row = from - rows.first * stride;
+  for (int64_t column = rows.first; count > 0; column = 0, row += rows.row_stride) {
+    const int64_t end = std::min(rows.width, column + count);
+    count -= end - column;
+    for (; column < end; ++column) *to++ = row[column * stride];
+  }
+}
+
+template <class T>
+void gather_rows(T* to, const T* from, const Rows& rows, int64_t count) {
+  constexpr int64_t kCopied = 16;  // elements of a row, from which on a copy in vectors is faster
+  if (rows.stride == 1 && rows.width >= kCopied) {
+    gather_rows(to, from, rows, std::integral_constant<int64_t, 1>{}, count);
+  } else {
+    gather_rows(to, from, rows, rows.stride, count);
+  }
+}
+
+/// read_run() of elements of several rows, at most kMost.
+template <int64_t kMost, class C>
+const C* read_rows(C* buffer, const void* from, int64_t offset, const Rows& rows, int64_t count,
+                   Dtype dtype) {
+  if (rows.is_run(count)) return read_run(buffer, from, offset, rows.stride, count, dtype);
+  const auto read = [&](const auto* elements) {
+    using T = std::decay_t<decltype(*elements)>;
+    if constexpr (std::is_same_v<T, C>) {
+      gather_rows(buffer, elements + offset, rows, count);
+    } else {
+      T gathered[kMost];
+      gather_rows(gathered, elements + offset, rows, count);
+      widen_run(buffer, gathered, /*stride=*/1, count);
+    }
+  };
+  switch (dtype) {
+    case Dtype::float32:
+      read(static_cast<const float*>(from));
+      break;
+    case Dtype::float64:
+      read(static_cast<const double*>(from));
+      break;
+    case Dtype::float16:
+      read(static_cast<const Half*>(from));
+      break;
+    case Dtype::bfloat16:
+      read(static_cast<const BFloat16*>(from));
       break;
   }
   return buffer;
