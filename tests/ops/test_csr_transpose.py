@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import torchkiln
+from torchkiln.testing.contract.repeat import threads
 from torchkiln.testing.specs.spmm import dense, pattern
 
 # Torch warns when a sparse tensor is created.
@@ -106,3 +107,53 @@ def test_which_matrices_have_few_columns(columns: int, entries: int) -> None:
     assert told is not None
     is_few = columns <= 32 and entries * 16 >= 64 * columns
     assert ("without a transposed pattern" in " ".join(told.notes)) == is_few
+
+
+@pytest.mark.parametrize(
+    ("columns", "width", "entries", "is_small"),
+    [(64, 16, 512, True), (64, 16, 511, False), (64, 1024, 512, True), (64, 1025, 512, False)],
+)
+def test_which_products_a_cpu_sums_without_a_transposed_pattern(
+    columns: int, width: int, entries: int, *, is_small: bool
+) -> None:
+    """At least 8 entries for each column, and a result of at most 65,536 elements."""
+    places = torch.randperm(100 * columns)[:entries].sort().values
+    crow = torch.searchsorted(places, torch.arange(101) * columns)
+    b = torch.randn(columns, width, requires_grad=True)
+    call = (crow, places % columns, torch.randn(entries))
+    told = torchkiln.explain(torchkiln.spmm, call, b).backward
+    assert told is not None
+    assert ("spmm_columns" in str(told)) == is_small
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_a_small_product_for_any_number_of_threads(dtype: torch.dtype) -> None:
+    rows, columns, width = 4001, 50, 13
+    crow, col = pattern(rows, columns, torch.device("cpu"))
+    values = torch.randn(col.shape).to(dtype)
+    b = torch.randn(columns, width).to(dtype).requires_grad_()
+    grad = torch.randn(rows, width).to(dtype)
+    y = torchkiln.spmm((crow, col, values), b)
+    found = torch.autograd.grad(y, b, grad, retain_graph=True)[0]
+    with threads(3):
+        again = torch.autograd.grad(y, b, grad)[0]
+    assert torch.equal(found, again)
+    matrix = dense(values, crow, col, columns).double()
+    exact, terms = matrix.T @ grad.double(), matrix.abs().T @ grad.double().abs()
+    allowed = torch.finfo(dtype).eps * exact.abs() + 1e-6 * terms
+    assert bool(((found.double() - exact).abs() <= allowed).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_few_rows_of_a_matrix_in_columns_are_read_in_place(dtype: torch.dtype) -> None:
+    """A copy of the whole matrix would take longer on a CPU, too."""
+    columns, width = 3000, 700
+    col = torch.tensor([5, 2999, 17, 17, 0])
+    crow = torch.tensor([0, 2, 2, 5])
+    values = torch.randn(5).to(dtype).requires_grad_()
+    b = torch.randn(width, columns).to(dtype).T.requires_grad_()
+    grad = torch.randn(3, width).to(dtype)
+    y, z = (torchkiln.spmm((crow, col, values), one) for one in (b, b.contiguous()))
+    torch.testing.assert_close(y, z)
+    of_y, of_z = (torch.autograd.grad(one, values, grad)[0] for one in (y, z))
+    torch.testing.assert_close(of_y, of_z)

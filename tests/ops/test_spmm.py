@@ -216,11 +216,21 @@ def test_bounds_are_checked_on_a_cpu_without_a_request(
 @pytest.mark.parametrize("part", ["begins", "rows", "order"])
 @pytest.mark.parametrize("wrong", [-1, 10**8])
 def test_a_given_transposed_pattern_is_checked_on_a_cpu(part: str, wrong: int) -> None:
-    crow, col, values = matrix(31, 7, torch.device("cpu"))
-    packed = torchkiln.csr_transpose(crow, col, 7)
-    packed[{"begins": 3, "rows": 9, "order": 9 + col.numel()}[part]] = wrong
-    b = torch.randn(7, 12, requires_grad=True)
+    crow, col, values = matrix(7, 31, torch.device("cpu"))
+    packed = torchkiln.csr_transpose(crow, col, 31)
+    packed[{"begins": 3, "rows": 33, "order": 33 + col.numel()}[part]] = wrong
+    b = torch.randn(31, 12, requires_grad=True)
     y = torchkiln.spmm((crow, col, values), b, transpose=packed)
+    with pytest.raises(RuntimeError, match=OUTSIDE):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("wrong", [-1, 7, 10**8])
+def test_columns_that_are_summed_in_place_are_checked_on_a_cpu(wrong: int) -> None:
+    crow, col, values = matrix(31, 7, torch.device("cpu"))
+    b = torch.randn(7, 12, requires_grad=True)
+    y = torchkiln.spmm((crow, col, values), b)
+    col.data[5] = wrong  # .data, because autograd refuses other changes of saved tensors
     with pytest.raises(RuntimeError, match=OUTSIDE):
         y.sum().backward()
 

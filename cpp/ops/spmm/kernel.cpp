@@ -5,9 +5,7 @@
 
 #include <climits>
 
-#include "detail/contiguous_copy.h"
-#include "detail/maybe_copy.h"
-#include "torchkiln/kernels/spmm.h"
+#include "spmm/csr_arguments.h"
 #include "torchkiln/torch/checks.h"
 #include "torchkiln/torch/elementwise.h"
 #include "torchkiln/torch/empty.h"
@@ -100,53 +98,21 @@ void check_product(const char* op, const Tensor& crow, const Tensor& col, const 
   check_rank(op, dense_name, dense, 2, 3, "a matrix or a batch of matrices");
 }
 
-// ---- arguments of the kernels ----
-
-/// A tensor with stride 1 in its last dimension: the tensor itself, or a copy.
-MaybeCopy adjacent(const Tensor& tensor) {
-  return tensor.size(-1) <= 1 || tensor.stride(-1) == 1 ? MaybeCopy::borrowed(tensor)
-                                                        : MaybeCopy::owned(tensor.contiguous());
-}
-
-/// adjacent() for matrices of numbers, which contiguous_copy() can copy.
-MaybeCopy adjacent_columns(const Tensor& matrices) {
-  return matrices.size(-1) <= 1 || matrices.stride(-1) == 1
-             ? MaybeCopy::borrowed(matrices)
-             : MaybeCopy::owned(contiguous_copy(matrices));
-}
-
-int64_t batch_stride(const Tensor& tensor, int64_t rank) {
-  return tensor.dim() == rank ? 0 : tensor.stride(0);
-}
-
-/// A pattern in the form that kernels read. Borrows the given tensors, or owns copies.
-struct CsrArguments {
-  MaybeCopy crow;
-  MaybeCopy col;
-  CsrPattern arguments{};
-
-  CsrArguments(const Tensor& rows, const Tensor& columns_of_entries, int64_t columns)
-      : crow(adjacent(rows)), col(adjacent(columns_of_entries)) {
-    arguments.crow = crow->const_data_ptr();
-    arguments.col = col->const_data_ptr();
-    arguments.wide = crow->scalar_type() == at::kLong;
-    arguments.rows = crow->size(-1) - 1;
-    arguments.columns = columns;
-    arguments.entries = col->size(-1);
-    arguments.crow_batch_stride = batch_stride(*crow, 1);
-    arguments.col_batch_stride = batch_stride(*col, 1);
-  }
-
-  int64_t matrices() const { return crow->dim() == 1 ? 1 : crow->size(0); }
-};
-
-DenseRows dense_rows(const Tensor& tensor) {
-  return {tensor.const_data_ptr(), tensor.stride(-2), batch_stride(tensor, 2)};
-}
+// ---- the products ----
 
 int64_t row_grain(const CsrPattern& pattern, int64_t width) {
   const int64_t mean = pattern.entries / std::max<int64_t>(pattern.rows, 1) + 1;
   return std::max<int64_t>(kGrain / (mean * std::max<int64_t>(width, 1)), 1);
+}
+
+/// Whether a kernel reads a dense matrix with contiguous columns in place. On a CPU only if it
+/// reads few of its rows: a copy in squares uses every cache line once.
+template <class Arguments>
+bool is_read_in_place(const Arguments& arguments, const Tensor& dense) {
+  constexpr int64_t kFew = 4;  // rows for each row that is read
+  return reads_columns(arguments) &&
+         (dense.is_cuda() ||
+          kFew * arguments.pattern.entries * arguments.batch <= arguments.pattern.columns);
 }
 
 /// out = the sparse matrices times b; order[e] is the index of entry e's value.
@@ -167,9 +133,9 @@ void multiply(const char* op, const CsrArguments& pattern, const Tensor& values,
   arguments.dtype = dtype_of(out);
   arguments.batch = out.dim() == 3 ? out.size(0) : 1;
   arguments.column_stride = b.size(-1) > 1 ? b.stride(-1) : 1;
-  const bool is_read_in_place = b.is_cuda() && reads_columns(arguments);
-  const MaybeCopy dense = is_read_in_place ? MaybeCopy::borrowed(b) : adjacent_columns(b);
-  if (!is_read_in_place) {
+  const bool in_place = is_read_in_place(arguments, b);
+  const MaybeCopy dense = in_place ? MaybeCopy::borrowed(b) : adjacent_columns(b);
+  if (!in_place) {
     arguments.dense = dense_rows(*dense);
     arguments.column_stride = 1;
   }
@@ -183,9 +149,10 @@ void multiply(const char* op, const CsrArguments& pattern, const Tensor& values,
       [&](int64_t begin, int64_t end) { return cpu::spmm(arguments, begin, end); });
 }
 
-/// out = the transpose of a matrix with few columns, times x, on a GPU.
+/// out = the transpose of a matrix with few columns, times x.
 void multiply_columns(const CsrArguments& pattern, const Tensor& values, const Tensor& x,
                       const Tensor& out) {
+  if (out.numel() == 0) return;
   const MaybeCopy weights = adjacent(values), rows = adjacent_columns(x);
   SpmmColumns arguments{};
   arguments.pattern = pattern.arguments;
@@ -194,12 +161,12 @@ void multiply_columns(const CsrArguments& pattern, const Tensor& values, const T
   arguments.out = out.data_ptr();
   arguments.dtype = dtype_of(out);
   arguments.width = out.size(-1);
-  launch_allocating(
-      kTransposed, out, 0, 1,
+  launch_split(
+      kTransposed, out, arguments, std::max<int64_t>(1, kGrain / arguments.width), cpu::split,
       [&](Allocate allocate, auto stream) {
         return cuda::spmm_columns(arguments, allocate, stream);
       },
-      [](int64_t, int64_t) { return Status{}; });
+      cpu::spmm_columns, cpu::spmm_columns_finish);
 }
 
 int32_t faults_of(const Tensor& crow, const Tensor& col, int64_t columns) {
@@ -220,11 +187,14 @@ int32_t faults_of(const Tensor& crow, const Tensor& col, int64_t columns) {
 
 bool reads_no_transpose(const Tensor& crow, const Tensor& col, const Tensor& values,
                         const Tensor& x, const SymInt& columns) {
-  if (!x.is_cuda() || crow.dim() != 1 || values.dim() != 1 || x.dim() != 2) return false;
+  if (crow.dim() != 1 || values.dim() != 1 || x.dim() != 2) return false;
   const std::optional<int64_t> begins = crow.sym_size(0).maybe_as_int();
   const std::optional<int64_t> entries = col.sym_size(0).maybe_as_int();
   const std::optional<int64_t> number = columns.maybe_as_int();
-  return begins && entries && number && has_few_columns(*begins - 1, *number, *entries);
+  const std::optional<int64_t> width = x.sym_size(1).maybe_as_int();
+  if (!begins || !entries || !number || !width) return false;
+  return x.is_cuda() ? has_few_columns(*begins - 1, *number, *entries)
+                     : has_small_product(*number, *width, *entries);
 }
 
 void check_pattern(const Tensor& crow, const Tensor& col, int64_t columns) {
@@ -354,9 +324,9 @@ Tensor SampledOp::kernel(const Arguments& call) {
                                        : pattern.matrices();
   arguments.width = left.size(-1);
   arguments.summed = call.summed;
-  const bool is_read_in_place = right.is_cuda() && reads_columns(arguments);
-  const MaybeCopy columns = is_read_in_place ? MaybeCopy::borrowed(right) : adjacent_columns(right);
-  if (!is_read_in_place) {
+  const bool in_place = is_read_in_place(arguments, right);
+  const MaybeCopy columns = in_place ? MaybeCopy::borrowed(right) : adjacent_columns(right);
+  if (!in_place) {
     arguments.right = dense_rows(*columns);
     arguments.column_stride = 1;
   }

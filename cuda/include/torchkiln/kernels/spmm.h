@@ -1,5 +1,7 @@
 #pragma once
 
+#include <algorithm>
+
 #include "torchkiln/core/dtype.h"
 #include "torchkiln/core/workspace.h"
 
@@ -43,7 +45,7 @@ struct Spmm {
   void* workspace;  // set by the CUDA launcher
 };
 
-/// Whether cuda::spmm() should read `dense`, whose columns are contiguous, in place. Then each
+/// Whether spmm() on a GPU should read `dense`, whose columns are contiguous, in place. Then each
 /// element that an entry needs costs a sector of 32 bytes, which is little if there are few
 /// entries. The alternative, a copy in rows, reads and writes all elements, at about an eighth of
 /// the speed.
@@ -63,7 +65,17 @@ struct SpmmColumns {
   void* out;           // [columns, width], contiguous
   Dtype dtype;
   int64_t width;
+  void* workspace;  // of the CPU: the sums of each chunk of rows
 };
+
+/// Whether cpu::spmm_columns() should compute the product with a transposed matrix. Each thread
+/// adds to a result of its own, which must fit in the L2 cache and is added to the others at the
+/// end, so that a column needs several entries.
+inline bool has_small_product(int64_t columns, int64_t width, int64_t entries) {
+  constexpr int64_t kMostElements = 1 << 16, kFewestEntries = 8;  // of the result, of a column
+  return columns > 0 && columns <= kMostElements / std::max<int64_t>(width, 1) &&
+         entries >= kFewestEntries * columns;
+}
 
 /// Whether cuda::spmm_columns() should compute the product with a transposed matrix. Every row has
 /// a weight for each column in registers and shared memory, so columns must be few, and at least a
@@ -126,6 +138,13 @@ TORCHKILN_EXPORT Status spmm(const Spmm& arguments, int64_t begin, int64_t end);
 /// Computes the rows begin <= row < end of batch * rows, or of rows if summed.
 TORCHKILN_EXPORT Status sampled_product(const SampledProduct& arguments, int64_t begin,
                                         int64_t end);
+
+/// Adds the rows of the chunks begin <= chunk < end to the sums of these chunks.
+TORCHKILN_EXPORT Status spmm_columns(const SpmmColumns& arguments, int64_t begin, int64_t end);
+/// Adds the sums of all chunks, for the columns begin <= column < end.
+TORCHKILN_EXPORT Status spmm_columns_finish(const SpmmColumns& arguments, int64_t begin,
+                                            int64_t end);
+TORCHKILN_EXPORT Split split(const SpmmColumns& arguments);
 
 /// Processes the matrices begin <= matrix < end.
 TORCHKILN_EXPORT Status csr_transpose(const CsrTranspose& arguments, int64_t begin, int64_t end);
