@@ -419,7 +419,7 @@ def test_derivatives_of_the_fourth_order(
 
 @pytest.mark.parametrize("strides", [(5, 1), (9, 1), (1, 70003)])
 @pytest.mark.parametrize("act", ["gelu", "relu", "none"])
-def test_gradient_of_a_short_bias(act: str, strides: tuple[int, int]) -> None:
+def test_gradient_of_a_short_bias(act: Activation, strides: tuple[int, int]) -> None:
     """Rows of few columns are computed together, and their sums are added in float64."""
     shape = (70003, 5)
     x, grad = (torch.randn(70003 * 9).as_strided(shape, strides).detach() for _ in range(2))
