@@ -80,17 +80,22 @@ def execute(code: str, words: list[str], folder: str, variables: dict[str, str])
     exec(compile(code, "<forked>", "exec"), {"__name__": "__main__"})
 
 
+def fork_server() -> multiprocessing.context.ForkServerContext:
+    """Starts processes that have imported torch and torchkiln already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    return context
+
+
 def forked(code: str, *words: object, **variables: str) -> CompletedProcess[str]:
     """Run code in a new process that has imported torch and torchkiln already.
 
     A fork server has imported them, which takes seconds, and forks the process. The environment is
     this process's with the given variables added.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
     with TemporaryDirectory() as folder:
         given = (code, list(map(str, words)), folder, os.environ | variables)
-        process = context.Process(target=execute, args=given)
+        process = fork_server().Process(target=execute, args=given)
         process.start()
         process.join(LIMIT)
         if process.is_alive():

@@ -20,11 +20,14 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from commands import served
 
 from torchkiln import jit
 from torchkiln.jit.compile import toolkit
@@ -110,9 +113,9 @@ def is_run(block: Block) -> bool:
 
 
 class Runner:
-    """Runs the blocks of a page in a folder."""
+    """Runs the blocks of a page in a folder. ``tools`` comes first on the PATH of the shell."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tools: Path) -> None:
         self.folder = folder
         self.names: dict[str, object] = {"__name__": "page"}
         self.left_out: list[str] = []
@@ -121,12 +124,6 @@ class Runner:
             self.nvrtc = ""
         except RuntimeError as error:
             self.nvrtc = str(error).split("\n")[0]
-        tools = folder / "bin"
-        tools.mkdir()
-        for tool, module in (("torchkiln", "-W ignore -m torchkiln_command"), ("python", "")):
-            script = tools / tool
-            script.write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
-            script.chmod(0o755)
         self.environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"}
 
     def run(self, block: Block) -> None:
@@ -177,16 +174,27 @@ class Runner:
         assert done.returncode == 0, f"{block}\n{done.stdout}{done.stderr}"
 
 
+@pytest.fixture(scope="module")
+def tools() -> Iterator[Path]:
+    """A folder with the programs ``torchkiln`` and ``python`` of this environment."""
+    # pytest's own folders can have names that are too long for a socket.
+    with TemporaryDirectory() as name, served(Path(name)) as folder:
+        python = folder / "python"
+        python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+        python.chmod(0o755)
+        yield folder
+
+
 RUN = [page for page in PAGES if any(map(is_run, blocks(page)))]
 
 
 @pytest.mark.parametrize("page", RUN, ids=lambda page: str(page.relative_to(ROOT)))
-def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page(page: Path, tmp_path: Path, tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHKILN_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     if page.parent.name == "learn":  # readers of these pages work in a clone
         (tmp_path / "docs").symlink_to(ROOT / "docs")
-    runner = Runner(tmp_path)
+    runner = Runner(tmp_path, tools)
     for block in filter(is_run, blocks(page)):
         runner.run(block)
     if runner.left_out:
