@@ -284,7 +284,12 @@ def test_a_file_is_replaced(tmp_path: Path) -> None:
     assert target.read_bytes() == b"newer\r\n"
     assert target.stat().st_mode & 0o777 == 0o640
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "target"]
-    code = "from pathlib import Path; from torchkiln.cli.options import write_whole\n"
-    code += "write_whole(Path('/dev/stdout'), 'to a pipe')"
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    assert subprocess.run(command, capture_output=True, check=True).stdout == b"to a pipe"
+
+
+def test_a_pipe_is_written() -> None:
+    """As /dev/stdout, a pipe has a name that no file can replace."""
+    reader, writer = os.pipe()
+    write_whole(Path(f"/dev/fd/{writer}"), "to a pipe")
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        assert pipe.read() == b"to a pipe"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,14 +72,29 @@ def lines(*words: str) -> list[Any]:
 
 def test_lines(tmp_path: Path) -> None:
     file = tmp_path / "models.jsonl"
-    words = ("--rows", "convnext", "--columns", "replace", "--out", str(file))
-    skipped, row = found = lines("models", *words)
+    words = ("--rows", "convnext", "--columns", "replace", "--attention", "library")
+    (row,) = found = lines("models", *words, "--out", str(file))
     assert found == [json.loads(line) for line in file.read_text().splitlines()]
-    assert [one["attention"] for one in found] == ["causal", "library"]
-    assert skipped["skipped"].startswith("attention is the library's")
+    assert row["attention"] == "library"
     assert 0 < row["least"] <= row["seconds"] <= row["most"]
     assert row["environment"]["commit"] == "abc"
     assert row["replaced"]
+
+
+def test_a_process_says_why_it_skips(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (given,) = model_times.rows_of(
+        Namespace(task="models", rows="convnext", columns="replace", attention="causal")
+    )
+    row = {**given, "tiny": True, "device": "cpu", "commit": "abc"}
+    monkeypatch.setattr(sys, "stdin", StringIO("go\n"))
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)
+    model_times.worker(row)
+    (skipped,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert skipped["attention"] == "causal"
+    assert skipped["skipped"].startswith("attention is the library's")
+    assert skipped["environment"]["commit"] == "abc"
 
 
 def test_a_model_without_causal_attention_is_skipped_once(
