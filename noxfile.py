@@ -109,6 +109,13 @@ def fetch_torches(session: nox.Session) -> list[Path]:
     return [Path(folder) for folder in found.strip().split(";")]
 
 
+def install_tree(session: nox.Session, trees: list[Path], torch: str) -> None:
+    """Makes a fetched torch importable; the libraries of CUDA are downloaded once and kept."""
+    tree = next(tree for tree in trees if tree.name == torch)
+    newest = max(trees, key=cuda_of)
+    session.run("python", str(PACKAGING / "install_tree.py"), str(tree), str(newest))
+
+
 def cuda_of(tree: Path) -> tuple[int, ...]:
     """The CUDA version of a torch; empty for one without CUDA."""
     text = (tree / "torch" / "version.py").read_text(encoding="utf-8")
@@ -245,6 +252,13 @@ def build(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def torches(session: nox.Session) -> None:
+    """Downloads what the sessions wheel, abi and imports need of torch, into build/torches."""
+    trees = fetch_torches(session)
+    install_tree(session, trees, trees[0].name)
+
+
+@nox.session(default=False)
 def wheel(session: nox.Session) -> None:
     """The published wheel, into dist/: kernels once, and a module for every supported torch.
 
@@ -313,10 +327,7 @@ FEW = "values or bad_input or written or ((opcheck or compile_aot_eager) and flo
 def imports(session: nox.Session, torch: str) -> None:
     """The published wheel (named after `--`, or in dist/) with one torch; `-- --all`: all tests."""
     (built,) = given_wheels(session) or Path("dist").resolve().glob("*.whl")
-    trees = fetch_torches(session)
-    tree = next(tree for tree in trees if tree.name == torch)
-    newest = max(trees, key=cuda_of)
-    session.run("python", str(PACKAGING / "install_tree.py"), str(tree), str(newest))
+    install_tree(session, fetch_torches(session), torch)
     session.install(*group("test"), "--force-reinstall", str(built))
     with session.chdir(session.create_tmp()):  # so that `import torchkiln` is not the sources
         session.run("python", str(PACKAGING / "check_import.py"), torch)
