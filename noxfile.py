@@ -317,15 +317,20 @@ def release_check(session: nox.Session) -> None:
     session.notify("abi")  # the contents of the wheel
 
 
-# Checks that show within two minutes whether a torch and its module work together. Traced calls
-# take most of the time and differ little between dtypes.
-FEW = "values or bad_input or written or ((opcheck or compile_aot_eager) and float32)"
+# Checks that show within minutes whether a torch and its module work together. Traced calls take
+# most of the time and differ little between dtypes: those of all ops in one dtype, or of a day.
+QUICK = "values or bad_input or written"
+FEW = f"{QUICK} or ((opcheck or compile_aot_eager) and float32)"
+FEW_OF_A_DAY = f"{QUICK} or opcheck or compile_aot_eager or (meta_and_fake and float32)"
 
 
 @nox.session(default=False)
 @nox.parametrize("torch", os.environ.get("TORCHKILN_WHEEL_TORCHES", "").split() or MINORS)
 def imports(session: nox.Session, torch: str) -> None:
-    """The published wheel (named after `--`, or in dist/) with one torch; `-- --all`: all tests."""
+    """The published wheel (named after `--`, or in dist/) with one torch.
+
+    `-- --all` runs all tests, `-- --sample` the sample of a day in place of each op's traced calls.
+    """
     (built,) = given_wheels(session) or Path("dist").resolve().glob("*.whl")
     install_tree(session, fetch_torches(session), torch)
     session.install(*group("test"), "--force-reinstall", str(built))
@@ -336,7 +341,9 @@ def imports(session: nox.Session, torch: str) -> None:
         session.run(*pytest)
     else:
         session.run(*pytest, "tests/build/test_loader.py")
-        session.run(*pytest, "tests/contract/test_contract.py", "-k", FEW, "-m", "not slow")
+        sampled = "--sample" in session.posargs
+        few = ("--sample", "-k", FEW_OF_A_DAY) if sampled else ("-k", FEW)
+        session.run(*pytest, "tests/contract/test_contract.py", *few, "-m", "not slow")
 
 
 @nox.session(default=False)

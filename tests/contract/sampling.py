@@ -36,9 +36,10 @@ REASONS = 12
 
 
 def add_options(parser: pytest.Parser) -> None:
-    """Add the options --full, --day and --shard."""
+    """Add the options --full, --sample, --day and --shard."""
     add = parser.addoption
     add("--full", action="store_true", help="run every case of the contract")
+    add("--sample", action="store_true", help="of the tests that -k selects, run the day's sample")
     add("--day", type=int, help="the day whose sample is run (default: today's number)")
     add("--shard", metavar="I/N", help="run each N-th test from the I-th on")
 
@@ -85,7 +86,8 @@ def in_sample(case: testing.Case, day: int) -> bool:
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests outside of the sample or shard; tests named on the command line all run."""
-    named = config.option.keyword or any("::" in argument for argument in config.args)
+    named = any("::" in argument for argument in config.args)
+    named |= bool(config.option.keyword) and not config.option.sample
     kept = items
     if not (config.option.full or named):
         day = config.option.day

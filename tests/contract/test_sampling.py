@@ -72,6 +72,38 @@ def test_each_op_is_compiled_and_called_without_data_every_day() -> None:
             assert sampling.period(case) == 1
 
 
+@pytest.mark.parametrize(
+    ("given", "sampled"),
+    [
+        ({}, True),
+        ({"keyword": "opcheck"}, False),
+        ({"keyword": "opcheck", "sample": True}, True),
+        ({"full": True}, False),
+    ],
+)
+def test_what_the_sample_is_taken_from(given: dict[str, Any], sampled: bool) -> None:
+    """Tests selected by -k all run, unless --sample asks for those of the day."""
+    options = {"keyword": "", "sample": False, "full": False, "day": DAY, "shard": None, **given}
+    left: list[Any] = []
+
+    def deselected(items: list[Any]) -> None:
+        left.extend(items)
+
+    hook = SimpleNamespace(pytest_deselected=deselected)
+    config: Any = SimpleNamespace(option=SimpleNamespace(**options), args=["tests"], hook=hook)
+    items: list[Any] = [
+        SimpleNamespace(
+            nodeid=f"test[{case}]",
+            callspec=SimpleNamespace(params={"contract_case": case}),
+            get_closest_marker=lambda _: None,
+        )
+        for case in CASES
+    ]
+    sampling.select(config, items)
+    assert len(items) + len(left) == len(CASES)
+    assert bool(left) == sampled
+
+
 def test_a_parameter_that_rotates_has_each_value_in_turn() -> None:
     def item(number: int, letter: str) -> Any:
         mark = SimpleNamespace(args=("letter", 2))
