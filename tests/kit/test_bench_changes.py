@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torchkiln import bench
 from torchkiln.bench import __main__ as command
 from torchkiln.bench import case as case_module
-from torchkiln.bench import measure
+from torchkiln.bench import clock, measure
 from torchkiln.bench.case import cases
 from torchkiln.bench.clock import FEWEST, Times, cpu_clock, in_turns
 from torchkiln.bench.measure import Settings, time_case
@@ -95,12 +96,18 @@ def test_another_machine_is_named(row: bench.Measurement) -> None:
 
 @pytest.fixture
 def slowed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """An op that sleeps 4 ms and the number of seconds in the returned list."""
-    delay = [0.0]
+    """An op that takes 4 ms and the number of seconds in the returned list.
+
+    The clock is set forward by this time: a sleep on a busy machine lasts longer than it says.
+    """
+    delay, passed = [0.0], [0.0]
 
     def op(a: Tensor, b: Tensor) -> Tensor:
-        time.sleep(0.004 + delay[0])
+        passed[0] += 0.004 + delay[0]
         return torch.add(a, b)
+
+    ahead = SimpleNamespace(perf_counter=lambda: time.perf_counter() + passed[0])
+    monkeypatch.setattr(clock, "time", ahead)
 
     def find(*_: str) -> OpSpec:
         return dataclasses.replace(ADD, op=op)
