@@ -123,13 +123,15 @@ def frozen(value: Any) -> Any:
 def same(one: Any, other: Any) -> bool:
     """Whether two values are one object, or plain and equal."""
     if isinstance(one, partial) and isinstance(other, partial):
-        one, other = (code_of(one), code_of(other))
+        if one.func is not other.func:
+            return False
+        one, other = arguments_of(one), arguments_of(other)
     return one is other or (type(one) is type(other) and is_plain(one) and one == other)
 
 
-def code_of(value: partial[Any]) -> tuple[Any, ...]:
-    """A partial as a tuple of function and arguments, so that partials can be compared."""
-    return (id(value.func), value.args, tuple(value.keywords.items()))
+def arguments_of(value: partial[Any]) -> tuple[Any, ...]:
+    """The arguments of a partial, which can be compared."""
+    return (value.args, tuple(value.keywords.items()))
 
 
 def is_plain(value: Any) -> bool:
