@@ -123,3 +123,29 @@ def test_gradients_of_any_layout(layout: str) -> None:
     (expected,) = torch.autograd.grad(function(x), x)
     (found,) = torch.autograd.grad(torch.compile(function, fullgraph=True)(x), x)
     torch.testing.assert_close(found, expected)
+
+
+BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "layer_norm": lambda x: torchkiln.layer_norm(x, (COLUMNS,), V, V),
+    "add_rms_norm": lambda x: torchkiln.add_rms_norm(x, x * 2, (COLUMNS,), V)[0],
+    "gated_rms_norm": lambda x: torchkiln.gated_rms_norm(x, x * 2, (COLUMNS,), V),
+}
+"""The ops that save numbers for each row, in a tensor with as many dimensions as ``x``."""
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_gradients_of_channels_between_convolutions(name: str) -> None:
+    """There Inductor lays out all tensors of 4 dimensions for channels, saved ones included."""
+    first, last = torch.nn.Conv2d(3, COLUMNS, 3), torch.nn.Conv2d(COLUMNS, 4, 2)
+    parameters = [*first.parameters(), *last.parameters()]
+
+    def function(x: Tensor) -> Tensor:
+        normed = BETWEEN[name](first(x).movedim(1, -1))
+        found: Tensor = last(normed.movedim(-1, 1)).square().mean()
+        return found
+
+    x = torch.randn(2, 3, 6, 5)
+    expected = torch.autograd.grad(function(x), parameters)
+    compiled: Any = torch.compile(function, fullgraph=True)
+    found = torch.autograd.grad(compiled(x), parameters)
+    torch.testing.assert_close(found, expected)

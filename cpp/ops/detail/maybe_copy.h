@@ -11,6 +11,12 @@ namespace torchkiln {
 /// owns, which would take the GIL (0.1 us).
 using MaybeCopy = c10::MaybeOwned<at::Tensor>;
 
+/// A tensor, or a contiguous copy of it.
+inline MaybeCopy as_contiguous(const at::Tensor& tensor) {
+  return tensor.is_contiguous() ? MaybeCopy::borrowed(tensor)
+                                : MaybeCopy::owned(tensor.contiguous());
+}
+
 /// An optional tensor, made contiguous; undefined if there is none.
 inline at::Tensor contiguous(const std::optional<at::Tensor>& tensor) {
   return tensor ? tensor->contiguous() : at::Tensor();

@@ -49,7 +49,8 @@ Two composed_forward(const Call& call) {
 }
 
 Three composed_backward(const Backward::Arguments& call) {
-  const Tensor &grad = call.grad, &x = call.x, &gate = call.gate, &rstd = call.rstd;
+  const Tensor &grad = call.grad, &x = call.x, &gate = call.gate;
+  const Tensor rstd = call.rstd->contiguous();
   const MaybeTensor& weight = call.weight;
   const bool gate_first = call.gate_first;
   const double offset = call.offset;

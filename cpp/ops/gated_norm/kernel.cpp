@@ -41,7 +41,7 @@ void check_backward(const Backward::Arguments& call) {
   const int64_t leading = rstd.dim() - 1;
   const at::ScalarType compute = compute_dtype(grad.scalar_type());
   TORCH_CHECK(leading >= 0 && leading < grad.dim() && rstd.scalar_type() == compute &&
-                  rstd.is_contiguous() && rstd.sym_size(-1) >= 1 &&
+                  rstd.sym_size(-1) >= 1 &&
                   (rstd.sym_size(-1) == 1 ||
                    (leading == grad.dim() - 1 && grad.sym_size(-1) % rstd.sym_size(-1) == 0)) &&
                   rstd.sym_sizes().slice(0, leading).equals(grad.sym_sizes().slice(0, leading)),
@@ -135,7 +135,9 @@ Three Backward::meta(const Arguments& call) {
 
 Three Backward::kernel(const Arguments& call) {
   auto [grad_x, grad_gate, grad_weight] = meta(call);
-  const Tensor &grad = call.grad, &rstd = call.rstd;
+  const Tensor& grad = call.grad;
+  const MaybeCopy kept = as_contiguous(call.rstd);  // as in the backward of norms
+  const Tensor& rstd = *kept;
   if (grad.numel() == 0) return {grad_x, grad_gate, grad_weight.zero_()};
   const bool wants_weight = call.wanted[2] && call.weight;
   const Sizes sizes(grad, rstd.dim() - 1, rstd.size(-1));

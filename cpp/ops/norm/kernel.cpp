@@ -131,7 +131,7 @@ Three Backward::meta(const Arguments& call) {
   const int64_t leading = stats.dim() - 1;
   const at::ScalarType compute = compute_dtype(grad.scalar_type());
   TORCH_CHECK(leading >= 0 && leading < grad.dim() && stats.scalar_type() == compute &&
-                  stats.is_contiguous() && (stats.sym_size(0) == 1 || stats.sym_size(0) == 2) &&
+                  (stats.sym_size(0) == 1 || stats.sym_size(0) == 2) &&
                   stats.sym_sizes().slice(1).equals(grad.sym_sizes().slice(0, leading)),
               "torchkiln.", kName, ": stats: got ", dtype_name(stats.scalar_type()), " ",
               stats.sym_sizes(), ", expected ", dtype_name(compute),
@@ -156,7 +156,11 @@ Three Backward::meta(const Arguments& call) {
 
 Three Backward::kernel(const Arguments& call) {
   auto [grad_x, grad_weight, grad_bias] = meta(call);
-  const Tensor &grad = call.grad, &stats = call.stats;
+  const Tensor& grad = call.grad;
+  // Inductor gives saved tensors of 4 or 5 dimensions the strides of channels_last behind a
+  // convolution, the statistics included.
+  const MaybeCopy kept = as_contiguous(call.stats);
+  const Tensor& stats = *kept;
   const Wanted wanted = call.wanted;
   if (grad.numel() == 0) return {grad_x, grad_weight.zero_(), grad_bias.zero_()};
   if (!wanted[0] && !wanted[1] && !wanted[2]) return {grad_x, grad_weight, grad_bias};
