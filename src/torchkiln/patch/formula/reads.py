@@ -44,7 +44,11 @@ class Reads:
     """Submodules whose forward is part of the formula."""
 
     def hold(self, module: Any) -> bool:
-        """Whether a module still has these values and classes, and its parts have no hooks."""
+        """Whether a module still has these values and classes, and its parts have no hooks.
+
+        Dynamo traces this function and guards on all that it reads, so that a compiled call is
+        checked as often as an eager one. A graph break here would split the model's graph.
+        """
         for name, cls in self.parts:
             part = part_at(module, name)
             if type(part) is not cls or "forward" in part.__dict__ or has_hooks(part):
