@@ -13,9 +13,9 @@ struct GradientSums {
   double product;
 };
 
-/// The sums in the workspace for a chunk: one per channel.
-GradientSums* sums_of(const BatchNormBackward& p, int64_t chunk) {
-  return static_cast<GradientSums*>(p.workspace) + chunk * p.layout.channels;
+/// The sums in the workspace for a part of the channels: one per channel.
+GradientSums* sums_of(const BatchNormBackward& p, int64_t part) {
+  return static_cast<GradientSums*>(p.workspace) + part * p.layout.channels;
 }
 
 /// Computes g, the gradient of the argument of the activation, for runs of elements.
@@ -31,9 +31,9 @@ class ArgumentGradient {
       : activation_(loops_of<C>(p.activation)),
         reads_argument_(saved_by(p.activation) != Saved::nothing) {}
 
-  void read(const BatchNormBackward& p, int64_t at, int64_t count, int64_t channel) {
+  void read(const BatchNormBackward& p, int64_t at, int64_t count, int64_t place) {
     C buffer[kChannelRun], z[kChannelRun];
-    factors.load(p, channel, count);
+    factors.load(p, place, count);
     const C* const x = read_run(buffer, p.x, at, 1, count, p.dtype);
 #pragma GCC ivdep
     for (int64_t i = 0; i < count; ++i) from_mean[i] = x[i] - factors.mean[i];
@@ -55,10 +55,12 @@ class ArgumentGradient {
 template <class T>
 void task_sums(const BatchNormBackward& p, const ChannelPlan& plan, int64_t task) {
   using C = Compute<T>;
-  const bool one_channel = p.layout.inner != 1;
+  const bool one_channel = !has_rows(p.layout);
+  const int64_t pixels = p.layout.inner;
   GradientSums* const to = sums_of(p, task / plan.groups);
   ArgumentGradient<T> gradient(p);
   double sums[kChannelRun], products[kChannelRun];
+  C result[kChannelRun];
   for_each_task_run(
       p.layout, plan, task,
       [&](int64_t at, int64_t count, int64_t channel, bool is_first) {
@@ -66,13 +68,19 @@ void task_sums(const BatchNormBackward& p, const ChannelPlan& plan, int64_t task
           std::fill_n(sums, one_channel ? kSums : count, 0.0);
           std::fill_n(products, one_channel ? kSums : count, 0.0);
         }
-        gradient.read(p, at, count, channel);
+        gradient.read(p, at, count, channel * pixels);
         const C* const g = gradient.g;
         const C* const from_mean = gradient.from_mean;
         add_run(sums, products, one_channel, count, [&](int64_t i) {
           const auto each = static_cast<double>(g[i]);
           return Pair<double>{each, each * static_cast<double>(from_mean[i])};
         });
+        if (!p.training && p.grad_x != nullptr) {
+          const C* const scale = gradient.factors.scale;
+#pragma GCC ivdep
+          for (int64_t i = 0; i < count; ++i) result[i] = g[i] * scale[i];
+          narrow_run(static_cast<T*>(p.grad_x) + at, result, count);
+        }
         if (p.grad_residual != nullptr)
           narrow_run(static_cast<T*>(p.grad_residual) + at, gradient.g, count);
       },
@@ -81,16 +89,23 @@ void task_sums(const BatchNormBackward& p, const ChannelPlan& plan, int64_t task
           to[channel] = {total_of(sums), total_of(products)};
           return;
         }
-        for (int64_t i = 0; i < width; ++i) to[channel + i] = {sums[i], products[i]};
+        for (int64_t i = 0; i < width; ++i) {
+          GradientSums all{};
+          for (int64_t k = i * pixels; k < (i + 1) * pixels; ++k) {
+            all.gradient += sums[k];
+            all.product += products[k];
+          }
+          to[channel + i] = all;
+        }
       });
 }
 
 template <class C>
 void finish_channel(const BatchNormBackward& p, const ChannelPlan& plan, int64_t channel) {
   GradientSums all{};
-  for (int64_t chunk = 0; chunk < plan.chunks; ++chunk) {
-    all.gradient += sums_of(p, chunk)[channel].gradient;
-    all.product += sums_of(p, chunk)[channel].product;
+  for (int64_t part = 0; part < plan.parts(); ++part) {
+    all.gradient += sums_of(p, part)[channel].gradient;
+    all.product += sums_of(p, part)[channel].product;
   }
   const C* const statistics = static_cast<const C*>(p.statistics) + channel;
   const auto low = static_cast<double>(statistics[p.layout.channels]);
@@ -116,25 +131,26 @@ void input_gradients(const BatchNormBackward& p, int64_t begin, int64_t end) {
   ArgumentGradient<T> gradient(p);
   C result[kChannelRun], slope[kChannelRun], level[kChannelRun];
   int64_t known = -1, known_count = 0;
-  const bool one_channel = p.layout.inner != 1;
-  for_each_channel_run(p.layout, begin, end, [&](int64_t at, int64_t count, int64_t channel) {
-    gradient.read(p, at, count, channel);
+  const bool one_channel = !has_rows(p.layout);
+  const int64_t pixels = p.layout.inner, channels = p.layout.channels;
+  for_each_channel_run(p.layout, begin, end, [&](int64_t at, int64_t count, int64_t place) {
+    gradient.read(p, at, count, place);
     const auto& factors = gradient.factors;
     T* const to = static_cast<T*>(p.grad_x) + at;
-    if (!p.training) {
-#pragma GCC ivdep
-      for (int64_t i = 0; i < count; ++i) result[i] = gradient.g[i] * factors.scale[i];
-      narrow_run(to, result, count);
-      return;
-    }
-    if (channel != known || count > known_count) {  // otherwise the previous run has set them
-      known = channel;
-      known_count = one_channel ? kChannelRun : count;
-      for (int64_t i = 0; i < known_count; ++i) {
-        const C* const from =
-            static_cast<const C*>(p.coefficients) + channel + (one_channel ? 0 : i);
-        slope[i] = from[0];
-        level[i] = from[p.layout.channels];
+    const int64_t channel = place / pixels;
+    const int64_t key = one_channel ? channel : place;
+    if (key != known || (!one_channel && count != known_count)) {
+      known = key;
+      known_count = count;
+      const C* const from = static_cast<const C*>(p.coefficients) + channel;
+      if (one_channel) {
+        std::fill_n(slope, kChannelRun, from[0]);
+        std::fill_n(level, kChannelRun, from[channels]);
+      } else {
+        const int64_t skipped = place % pixels, of = (skipped + count + pixels - 1) / pixels;
+        std::copy_n(from, of, slope);
+        std::copy_n(from + channels, of, level);
+        if (pixels > 1) ChannelFactors<T>::repeat({slope, level}, skipped, pixels, count);
       }
     }
 #pragma GCC ivdep
@@ -185,7 +201,7 @@ TORCHKILN_CPU_ENTRY(batch_norm_backward, (const BatchNormBackward& p, int64_t be
 
 Split split(const BatchNormBackward& p) {
   const TORCHKILN_ISA::ChannelPlan plan(p.layout);
-  const auto sums = static_cast<size_t>(plan.chunks * p.layout.channels);
+  const auto sums = static_cast<size_t>(plan.parts() * p.layout.channels);
   return {plan.tasks(), sums * 2 * sizeof(double), p.layout.channels};
 }
 

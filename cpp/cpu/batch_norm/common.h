@@ -4,6 +4,7 @@
 // backward of batch norm on the CPU.
 
 #include <algorithm>
+#include <initializer_list>
 
 #include "detail/simd.h"
 #include "torchkiln/core/functors.h"
@@ -16,74 +17,114 @@ namespace torchkiln::cpu::TORCHKILN_ISA {
 // cache.
 inline constexpr int64_t kChannelRun = 512;
 
-/// The split of sums over the channels into tasks. A task is a chunk of `outer` and, if the
-/// elements of a channel are adjacent, a group of channels. The workspace has the sums of each
-/// task's channels.
+// Channels of fewer pixels are computed together, with factors for each element: a loop over the
+// pixels of one channel would take longer to start than to run.
+inline constexpr int64_t kFewPixels = 32;
+
+/// Whether the elements of a sample are one row: runs of it have several channels.
+inline bool has_rows(const ChannelLayout& layout) { return layout.inner < kFewPixels; }
+
+/// Channels per run of a row. All of their pixels are in the run.
+inline int64_t channels_per_run(const ChannelLayout& layout) {
+  return kChannelRun / std::max<int64_t>(layout.inner, 1);
+}
+
+/// The split of sums over the channels into tasks. A task is a chunk of `outer`, or for few long
+/// planes a segment of each plane of the chunk, and a group of channels. The workspace has the sums
+/// of each task's channels.
 struct ChannelPlan {
   int64_t chunks;
   int64_t outer_per_chunk;
+  int64_t segments;
+  int64_t pixels_per_segment;
   int64_t groups;
   int64_t channels_per_group;
 
   explicit ChannelPlan(const ChannelLayout& layout) {
     constexpr int64_t kTaskElements = 1 << 15;  // take longer than the start of a thread
     constexpr int64_t kMostChunks = 64;
-    const bool rows = layout.inner == 1;
-    const int64_t wanted =
-        layout.numel() / kTaskElements / (rows ? 1 : std::max<int64_t>(layout.channels, 1));
-    const int64_t most = std::clamp<int64_t>(layout.outer, 1, kMostChunks);
+    const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+    const bool rows = has_rows(layout);
+    const int64_t channels = std::max<int64_t>(layout.channels, 1);
+    const int64_t wanted = layout.numel() / kTaskElements / (rows ? 1 : channels);
+    // With fewer than 32 rows per chunk, reading the sums of the chunks would take as long as the
+    // rows.
+    const int64_t most =
+        std::clamp<int64_t>(rows ? layout.outer / 32 : layout.outer, 1, kMostChunks);
     const int64_t parts = std::clamp<int64_t>(wanted, 1, most);
-    outer_per_chunk = std::max<int64_t>((layout.outer + parts - 1) / parts, 1);
-    chunks = std::max<int64_t>((layout.outer + outer_per_chunk - 1) / outer_per_chunk, 1);
-    const int64_t of_channel = std::max<int64_t>(outer_per_chunk * layout.inner, 1);
-    channels_per_group = rows ? layout.channels
-                              : std::clamp<int64_t>(kTaskElements / of_channel, 1,
-                                                    std::max<int64_t>(layout.channels, 1));
-    channels_per_group = std::max<int64_t>(channels_per_group, 1);
-    groups = (layout.channels + channels_per_group - 1) / channels_per_group;
+    outer_per_chunk = std::max<int64_t>(ceil_div(layout.outer, parts), 1);
+    chunks = std::max<int64_t>(ceil_div(layout.outer, outer_per_chunk), 1);
+    const int64_t most_segments =
+        rows ? 1 : std::max<int64_t>(layout.inner / (kTaskElements / 2), 1);
+    segments = std::clamp<int64_t>(std::min(wanted, kMostChunks) / chunks, 1, most_segments);
+    const int64_t pixels = std::max<int64_t>(layout.inner, 1);
+    pixels_per_segment =
+        segments == 1 ? pixels : ceil_div(ceil_div(pixels, segments), kChannelRun) * kChannelRun;
+    segments = ceil_div(pixels, pixels_per_segment);
+    const int64_t of_channel = std::max<int64_t>(outer_per_chunk * pixels_per_segment, 1);
+    channels_per_group = std::clamp<int64_t>(kTaskElements / of_channel, 1, channels);
+    if (rows)
+      channels_per_group =
+          ceil_div(channels_per_group, channels_per_run(layout)) * channels_per_run(layout);
+    groups = ceil_div(layout.channels, channels_per_group);
   }
 
-  int64_t tasks() const { return chunks * groups; }
+  /// The number of sums of a channel.
+  int64_t parts() const { return chunks * segments; }
+  int64_t tasks() const { return parts() * groups; }
 };
 
-/// Calls body(at, count, channel) for runs of the elements begin <= i < end in memory. All elements
-/// of a run belong to `channel`; with inner = 1 they belong to channel, channel + 1, ...
+/// Calls body(at, count, place) for runs of the elements begin <= i < end in memory. `place` is the
+/// index of a run within its sample. The runs of rows have several channels, and those with the
+/// same channels follow one another; all elements of other runs belong to one channel.
 template <class Body>
 void for_each_channel_run(const ChannelLayout& layout, int64_t begin, int64_t end,
                           const Body& body) {
-  const bool rows = layout.inner == 1;
-  const int64_t row = rows ? layout.channels : layout.inner;
-  int64_t place = begin % row;
-  int64_t plane = begin / row % layout.channels;
+  const int64_t sample = layout.channels * layout.inner;
+  if (has_rows(layout)) {
+    const int64_t step = channels_per_run(layout) * layout.inner;
+    const int64_t first = begin / sample * sample;
+    for (int64_t place = 0; place < sample; place += step) {
+      const int64_t stop = std::min(place + step, sample);
+      for (int64_t row = first; row < end; row += sample) {
+        const int64_t from = std::max(begin, row + place), to = std::min(end, row + stop);
+        if (from < to) body(from, to - from, from - row);
+      }
+    }
+    return;
+  }
+  int64_t place = begin % sample, left = layout.inner - begin % layout.inner;
   for (int64_t at = begin; at < end;) {
-    const int64_t count = std::min({kChannelRun, row - place, end - at});
-    body(at, count, rows ? place : plane);
+    const int64_t count = std::min({kChannelRun, left, end - at});
+    body(at, count, place);
     at += count;
     place += count;
-    if (place < row) continue;
-    place = 0;
-    if (++plane == layout.channels) plane = 0;
+    left -= count;
+    if (left == 0) left = layout.inner;
+    if (place == sample) place = 0;
   }
 }
 
-/// Calls body(at, count, channel, is_first) for the runs of a task: channel by channel or, with
-/// inner = 1, for kChannelRun adjacent channels at a time. is_first marks the first run of these
-/// channels; end(count, channel) is called after their last run.
+/// Calls body(at, count, channel, is_first) for the runs of a task: channel by channel or, for
+/// rows, for some adjacent channels at a time. is_first marks the first run of these channels;
+/// end(width, channel) is called after their last run.
 template <class Body, class End>
 void for_each_task_run(const ChannelLayout& layout, const ChannelPlan& plan, int64_t task,
                        const Body& body, const End& end) {
-  const int64_t chunk = task / plan.groups;
-  const int64_t first = chunk * plan.outer_per_chunk;
+  const int64_t part = task / plan.groups;
+  const int64_t first = part / plan.segments * plan.outer_per_chunk;
+  const int64_t skipped = part % plan.segments * plan.pixels_per_segment;
+  const int64_t pixels = std::min(plan.pixels_per_segment, layout.inner - skipped);
   const int64_t last = std::min(first + plan.outer_per_chunk, layout.outer);
   const int64_t channel = task % plan.groups * plan.channels_per_group;
   const int64_t last_channel = std::min(channel + plan.channels_per_group, layout.channels);
-  const int64_t step = layout.inner == 1 ? kChannelRun : 1;
+  const int64_t step = has_rows(layout) ? channels_per_run(layout) : 1;
   for (int64_t c = channel; c < last_channel; c += step) {
     const int64_t width = std::min(step, last_channel - c);
     bool is_first = true;
     for (int64_t outer = first; outer < last; ++outer) {
-      const int64_t begin = (outer * layout.channels + c) * layout.inner;
-      const int64_t length = width * layout.inner;
+      const int64_t begin = (outer * layout.channels + c) * layout.inner + skipped;
+      const int64_t length = width * pixels;
       for (int64_t done = 0; done < length; done += kChannelRun) {
         body(begin + done, std::min(kChannelRun, length - done), c, is_first);
         is_first = false;
@@ -147,13 +188,48 @@ class ChannelFactors {
   C scale[kChannelRun];
   C shift[kChannelRun];
 
+  /// Loads the factors of a run: `place` is the index of its first element within the sample.
   template <class Problem>
-  void load(const Problem& p, int64_t channel, int64_t count) {
-    const bool one_channel = p.layout.inner != 1;
-    if (channel == channel_ && (one_channel || count == count_)) return;
-    channel_ = channel;
+  void load(const Problem& p, int64_t place, int64_t count) {
+    const bool rows = has_rows(p.layout);
+    const int64_t pixels = p.layout.inner;
+    const int64_t channel = place / pixels;
+    if (rows ? place == place_ && count == count_ : channel == channel_) return;
+    place_ = place;
     count_ = count;
-    if (one_channel) count = 1;
+    channel_ = channel;
+    const int64_t skipped = rows ? place % pixels : 0;
+    const int64_t channels = rows ? (skipped + count + pixels - 1) / pixels : 1;
+    load_channels(p, channel, channels);
+    if (rows) {
+      if (pixels > 1) repeat({mean, scale, shift}, skipped, pixels, count);
+      return;
+    }
+    std::fill_n(mean, kChannelRun, mean[0]);
+    std::fill_n(scale, kChannelRun, scale[0]);
+    std::fill_n(shift, kChannelRun, shift[0]);
+  }
+
+  /// Replaces the numbers of adjacent channels by one for each of their pixels, without the first
+  /// `skipped` of them.
+  static void repeat(std::initializer_list<C*> numbers, int64_t skipped, int64_t pixels,
+                     int64_t count) {
+    for (C* const to : numbers) {
+      C own[kChannelRun];
+      std::copy_n(to, (skipped + count + pixels - 1) / pixels, own);
+      const C* from = own;
+      for (int64_t i = 0, pixel = skipped; i < count; ++i) {
+        to[i] = *from;
+        if (++pixel < pixels) continue;
+        pixel = 0;
+        ++from;
+      }
+    }
+  }
+
+ private:
+  template <class Problem>
+  void load_channels(const Problem& p, int64_t channel, int64_t count) {
     const C* const statistics = static_cast<const C*>(p.statistics) + channel;
     const C* const low = statistics + p.layout.channels;
     const C* const rstd = low + p.layout.channels;
@@ -171,13 +247,9 @@ class ChannelFactors {
     // not make the result NaN.
     for (int64_t i = 0; i < count; ++i)
       if (scale[i] - scale[i] == C(0)) shift[i] -= low[i] * scale[i];
-    if (!one_channel) return;
-    std::fill_n(mean, kChannelRun, mean[0]);
-    std::fill_n(scale, kChannelRun, scale[0]);
-    std::fill_n(shift, kChannelRun, shift[0]);
   }
 
- private:
+  int64_t place_ = -1;
   int64_t channel_ = -1;
   int64_t count_ = 0;
 };

@@ -36,9 +36,10 @@ Moments merged(const Moments& a, const Moments& b) {
 template <class T>
 void task_moments(const BatchNorm& p, const ChannelPlan& plan, int64_t task) {
   using C = Compute<T>;
-  const bool one_channel = p.layout.inner != 1;
-  const int64_t chunk = task / plan.groups;
-  Moments* const to = static_cast<Moments*>(p.workspace) + chunk * p.layout.channels;
+  const bool one_channel = !has_rows(p.layout);
+  const int64_t pixels = p.layout.inner;
+  const int64_t part = task / plan.groups;
+  Moments* const to = static_cast<Moments*>(p.workspace) + part * p.layout.channels;
   double sums[kChannelRun], squares[kChannelRun], origins[kChannelRun], count = 0;
   C buffer[kChannelRun];
   for_each_task_run(
@@ -51,9 +52,9 @@ void task_moments(const BatchNorm& p, const ChannelPlan& plan, int64_t task) {
           std::fill_n(sums, slots, 0.0);
           std::fill_n(squares, slots, 0.0);
           for (int64_t i = 0; i < slots; ++i)
-            origins[i] = static_cast<double>(x[one_channel ? 0 : i]);
+            origins[i] = static_cast<double>(x[one_channel ? 0 : i / pixels * pixels]);
         }
-        count += static_cast<double>(one_channel ? length : 1);
+        count += static_cast<double>(one_channel ? length : pixels);
         const auto pair = [](double distance) {
           return Pair<double>{distance, distance * distance};
         };
@@ -71,8 +72,15 @@ void task_moments(const BatchNorm& p, const ChannelPlan& plan, int64_t task) {
           to[channel] = moments_of(count, origins[0], total_of(sums), total_of(squares));
           return;
         }
-        for (int64_t i = 0; i < width; ++i)
-          to[channel + i] = moments_of(count, origins[i], sums[i], squares[i]);
+        for (int64_t i = 0; i < width; ++i) {
+          const int64_t first = i * pixels;
+          double sum = 0, of_squares = 0;
+          for (int64_t k = first; k < first + pixels; ++k) {
+            sum += sums[k];
+            of_squares += squares[k];
+          }
+          to[channel + i] = moments_of(count, origins[first], sum, of_squares);
+        }
       });
 }
 
@@ -113,7 +121,7 @@ void finish_channel(const BatchNorm& p, const ChannelPlan& plan, int64_t channel
   }
   Moments all{};
   const Moments* const parts = static_cast<const Moments*>(p.workspace) + channel;
-  for (int64_t chunk = 0; chunk < plan.chunks; ++chunk) all = merged(all, parts[chunk * channels]);
+  for (int64_t part = 0; part < plan.parts(); ++part) all = merged(all, parts[part * channels]);
   if (p.moments != nullptr) {
     p.moments[channel] = all.mean;
     p.moments[channels + channel] = all.squares;
@@ -147,8 +155,8 @@ void outputs(const BatchNorm& p, int64_t begin, int64_t end) {
   ChannelFactors<T> factors;
   const auto activation = loops_of<C>(p.activation);
   C z[kChannelRun];
-  for_each_channel_run(p.layout, begin, end, [&](int64_t at, int64_t count, int64_t channel) {
-    factors.load(p, channel, count);
+  for_each_channel_run(p.layout, begin, end, [&](int64_t at, int64_t count, int64_t place) {
+    factors.load(p, place, count);
     read_argument(z, factors, p.x, p.residual, at, count, p.dtype);
     activation.values(z, count);
     narrow_run(static_cast<T*>(p.y) + at, z, count);
@@ -205,7 +213,7 @@ TORCHKILN_CPU_ENTRY(batch_norm, (const BatchNorm& p, int64_t begin, int64_t end)
 Split split(const BatchNorm& p) {
   if (!p.training) return {0, 0, p.layout.channels};
   const TORCHKILN_ISA::ChannelPlan plan(p.layout);
-  const auto moments = static_cast<size_t>(plan.chunks * p.layout.channels);
+  const auto moments = static_cast<size_t>(plan.parts() * p.layout.channels);
   return {plan.tasks(), moments * 3 * sizeof(double), p.layout.channels};
 }
 

@@ -225,7 +225,7 @@ Four Backward::kernel(const Arguments& call) {
         return cuda::batch_norm_backward(arguments, allocate, stream);
       },
       cpu::batch_norm_sums, cpu::batch_norm_sums_finish);
-  if (x.is_cpu() && call.wanted[0]) {
+  if (x.is_cpu() && call.wanted[0] && call.training) {
     for_each_element(kBackward, x, [&](int64_t begin, int64_t end) {
       return cpu::batch_norm_backward(arguments, begin, end);
     });

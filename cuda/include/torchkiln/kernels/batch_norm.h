@@ -187,7 +187,7 @@ TORCHKILN_EXPORT Status batch_norm_merge(const BatchNormMerge& arguments, int64_
 /// The split of a backward: tasks are chunks of the elements, results are the channels.
 TORCHKILN_EXPORT Split split(const BatchNormBackward& arguments);
 
-/// Writes grad_residual and the sums of the chunks begin <= chunk < end.
+/// Writes grad_residual, without training grad_x, and the sums of the chunks begin <= chunk < end.
 TORCHKILN_EXPORT Status batch_norm_sums(const BatchNormBackward& arguments, int64_t begin,
                                         int64_t end);
 
@@ -196,7 +196,8 @@ TORCHKILN_EXPORT Status batch_norm_sums(const BatchNormBackward& arguments, int6
 TORCHKILN_EXPORT Status batch_norm_sums_finish(const BatchNormBackward& arguments, int64_t begin,
                                                int64_t end);
 
-/// Computes grad_x for the elements begin <= i < end in memory.
+/// Computes grad_x in training for the elements begin <= i < end in memory; otherwise
+/// batch_norm_sums() has written it.
 TORCHKILN_EXPORT Status batch_norm_backward(const BatchNormBackward& arguments, int64_t begin,
                                             int64_t end);
 
