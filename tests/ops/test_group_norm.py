@@ -131,3 +131,38 @@ def test_groups_of_few_pixels_have_their_own_moments(pixels: int, calls: bool) -
     x = torch.randn(64, pixels, 4099, device="cuda").movedim(-1, 1)
     found = str(torchkiln.explain(torchkiln.group_norm, x, 1))
     assert ("merge_pixels" in found) == calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [
+        ((70001, 1), 1),  # tiles of groups
+        ((9001, 6), 3),
+        ((40, 500, 2), 500),  # more groups than a tile has rows
+        ((1, 30001, 3), 30001),
+        ((9, 40, 3), 2),  # groups as rows
+        ((70, 1300), 2),
+        ((2, 300, 31), 1),
+    ],
+)
+def test_few_pixels_on_a_cpu(shape: tuple[int, ...], groups: int, dtype: torch.dtype) -> None:
+    x = (torch.randn(shape) + 3).to(dtype).requires_grad_()
+    weight, bias = (torch.randn(shape[1]).to(dtype).requires_grad_() for _ in range(2))
+    grad = torch.randn(shape).to(dtype)
+    found = []
+    for threads in (1, 2):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            y = torchkiln.group_norm(x, groups, weight, bias, act="silu")
+            found.append([y, *torch.autograd.grad(y, (x, weight, bias), grad)])
+        finally:
+            torch.set_num_threads(before)
+    wide = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    y = F.silu(F.group_norm(wide[0], groups, *wide[1:]))
+    expected = [y, *torch.autograd.grad(y, wide, grad.double())]
+    for one, other, truth in zip(*found, expected, strict=True):
+        assert torch.equal(one, other)
+        error = (one.double() - truth).abs().max()
+        assert error < 4 * torch.finfo(dtype).eps * truth.abs().max().clamp(1)

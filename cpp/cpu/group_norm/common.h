@@ -6,9 +6,32 @@
 #include <vector>
 
 #include "batch_norm/common.h"
+#include "detail/short_rows.h"
 #include "torchkiln/kernels/group_norm.h"
 
 namespace torchkiln::cpu::TORCHKILN_ISA {
+
+/// How the groups of a call are computed.
+enum class GroupPath {
+  short_rows,  // tiles of groups of few elements
+  row,         // a group as one row, whose elements have factors of their own
+  spans,       // planes, or rows of adjacent channels
+};
+
+inline GroupPath path_of(const GroupLayout& layout) {
+  if (layout.channels_last && layout.inner > 1) return GroupPath::spans;
+  if (layout.count() <= kShortRow) return GroupPath::short_rows;
+  return layout.inner < kFewPixels ? GroupPath::row : GroupPath::spans;
+}
+
+inline ShortRows short_rows_of(const GroupLayout& layout) {
+  return {layout.count(), layout.groups, layout.channels_per_group()};
+}
+
+/// The layout of the same groups with a single channel in each.
+inline GroupLayout as_rows(const GroupLayout& layout) {
+  return {layout.batch, layout.groups, layout.groups, layout.count(), false};
+}
 
 /// A span: whole groups of a sample that are computed together. If each channel is a plane, a span
 /// is one group. If the channels of a pixel are adjacent, a span has up to kChannelRun channels.
@@ -147,6 +170,84 @@ struct GroupFactors {
       std::copy_n(read_run(buffer, values, first + done, 1, length, dtype), length,
                   to.data() + done);
     }
+  }
+};
+
+/// The factors of the elements of a run of whole channels, for GroupPath::row.
+template <class C>
+struct RowFactors {
+  C mean, low, rstd;
+  C weight[kChannelRun], scale[kChannelRun], shift[kChannelRun];
+
+  template <class Problem>
+  RowFactors(const Problem& p, int64_t group) {
+    const C* const statistics = static_cast<const C*>(p.statistics) + group;
+    mean = statistics[0];
+    low = statistics[p.layout.all_groups()];
+    rstd = statistics[2 * p.layout.all_groups()];
+  }
+
+  /// Sets the factors of `count` channels: `weight` for each channel, the others for each element.
+  template <class Problem>
+  void load(const Problem& p, int64_t channel, int64_t count) {
+    C weights[kChannelRun], biases[kChannelRun];
+    std::fill_n(weight, count, C(1));
+    C shifts[kChannelRun] = {};
+    if (p.weight != nullptr)
+      std::copy_n(read_run(weights, p.weight, channel, 1, count, p.parameter_dtype), count, weight);
+    if (p.bias != nullptr)
+      std::copy_n(read_run(biases, p.bias, channel, 1, count, p.parameter_dtype), count, shifts);
+    C scales[kChannelRun];
+    for (int64_t i = 0; i < count; ++i) {
+      scales[i] = weight[i] * rstd;
+      // For an infinite weight as in GroupFactors.
+      shifts[i] -= scales[i] - scales[i] == C(0) ? low * scales[i] : C(0);
+    }
+    const int64_t pixels = p.layout.inner;
+    for (int64_t pixel = 0; pixel < pixels; ++pixel) {
+#pragma GCC ivdep
+      for (int64_t i = 0; i < count; ++i) {
+        scale[i * pixels + pixel] = scales[i];
+        shift[i * pixels + pixel] = shifts[i];
+      }
+    }
+  }
+};
+
+/// Calls body(at, count, channel, channels) for the runs of a group, which are whole channels.
+template <class Body>
+void for_each_row_run(const GroupLayout& layout, int64_t group, const Body& body) {
+  const int64_t all = layout.channels_per_group(), most = kChannelRun / layout.inner;
+  for (int64_t channel = 0; channel < all; channel += most) {
+    const int64_t channels = std::min(most, all - channel);
+    body(group * layout.count() + channel * layout.inner, channels * layout.inner,
+         group % layout.groups * all + channel, channels);
+  }
+}
+
+/// The factors of a tile of short groups.
+template <class C>
+struct TileFactors {
+  C mean[kMostTileRows] = {}, low[kMostTileRows] = {}, rstd[kMostTileRows] = {};
+  Tile<C> weight, bias;
+
+  /// Computes the argument of the activation: x becomes x - mean.
+  void read_argument(const ShortRows& rows, C* x, C* z) const {
+    for (int64_t at = 0; at < rows.elements(); at += rows.width) {
+#pragma GCC ivdep
+      for (int64_t k = 0; k < rows.width; ++k) {
+        const C scale = weight.at[at + k] * rstd[k];
+        const C shift = bias.at[at + k] - (scale - scale == C(0) ? low[k] * scale : C(0));
+        x[at + k] -= mean[k];
+        z[at + k] = x[at + k] * scale + shift;
+      }
+    }
+  }
+
+  template <class Problem>
+  void read_parameters(const Problem& p, const ShortRows& rows, int64_t group) {
+    rows.read_parameters<C>(weight, p.weight, p.parameter_dtype, group, 1);
+    rows.read_parameters<C>(bias, p.bias, p.parameter_dtype, group, 0);
   }
 };
 

@@ -99,11 +99,98 @@ void outputs(const GroupNorm& p, const GroupSpan& span) {
   });
 }
 
+/// A group as one row.
+template <class T>
+void row_outputs(const GroupNorm& p, int64_t group) {
+  using C = Compute<T>;
+  RowFactors<C> factors(p, group);
+  C buffer[kChannelRun], z[kChannelRun];
+  const auto activation = loops_of<C>(p.activation);
+  for_each_row_run(p.layout, group, [&](int64_t at, int64_t count, int64_t channel, int64_t of) {
+    factors.load(p, channel, of);
+    const C* const x = read_run(buffer, p.x, at, 1, count, p.dtype);
+#pragma GCC ivdep
+    for (int64_t i = 0; i < count; ++i)
+      z[i] = (x[i] - factors.mean) * factors.scale[i] + factors.shift[i];
+    activation.values(z, count);
+    narrow_run(static_cast<T*>(p.y) + at, z, count);
+  });
+}
+
+/// The statistics of a tile of short groups.
+template <class C>
+void tile_statistics(const GroupNorm& p, const ShortRows& rows, const C* x,
+                     TileFactors<C>& factors) {
+  double total[kMostTileRows] = {}, squares[kMostTileRows] = {};
+  const int64_t width = rows.width;
+  for (int64_t at = width; at < rows.elements(); at += width) {
+#pragma GCC ivdep
+    for (int64_t k = 0; k < width; ++k) {
+      const double distance = static_cast<double>(x[at + k]) - static_cast<double>(x[k]);
+      total[k] += distance;
+      squares[k] += distance * distance;
+    }
+  }
+  // The first element is infinite or NaN, or its distance from itself is 0.
+  const auto count = static_cast<double>(rows.columns);
+  const double eps = p.eps;
+#pragma GCC ivdep
+  for (int64_t k = 0; k < width; ++k) {
+    const auto origin = static_cast<double>(x[k]);
+    const double from_origin = total[k] / count + (origin - origin);
+    const double rest = squares[k] - total[k] * from_origin;
+    const double mean = origin + from_origin;
+    factors.mean[k] = static_cast<C>(mean);
+    factors.low[k] = static_cast<C>(mean - static_cast<double>(factors.mean[k]));
+    factors.rstd[k] = static_cast<C>(1 / std::sqrt((rest < 0 ? 0 : rest) / count + eps));
+  }
+}
+
+template <class T>
+void short_groups(const GroupNorm& p, int64_t begin, int64_t end) {
+  using C = Compute<T>;
+  const ShortRows rows = short_rows_of(p.layout);
+  const auto activation = loops_of<C>(p.activation);
+  TileFactors<C> factors;
+  Tile<C> x, z;
+  int64_t known = -1;
+  for (int64_t first = begin; first < end; first += rows.rows) {
+    const int64_t count = std::min(rows.rows, end - first);
+    const int64_t group = first % p.layout.groups, at = first * rows.columns;
+    if (group != known) factors.read_parameters(p, rows, group);
+    known = group;
+    rows.read(x, static_cast<const T*>(p.x) + at, rows.columns, count);
+    tile_statistics<C>(p, rows, x, factors);
+    C* const statistics = static_cast<C*>(p.statistics) + first;
+    const int64_t groups = p.layout.all_groups();
+    std::copy_n(factors.mean, count, statistics);
+    std::copy_n(factors.low, count, statistics + groups);
+    std::copy_n(factors.rstd, count, statistics + 2 * groups);
+    factors.read_argument(rows, x, z);
+    activation.values(z, rows.elements());
+    rows.write(static_cast<T*>(p.y) + at, z, count);
+  }
+}
+
 }  // namespace
 
 Status group_norm(const GroupNorm& p, int64_t begin, int64_t end) {
   return dispatch_floating(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
+    const GroupPath path = path_of(p.layout);
+    if (path == GroupPath::short_rows) {
+      short_groups<T>(p, begin, end);
+      return Status{};
+    }
+    if (path == GroupPath::row) {
+      GroupNorm one_channel = p;
+      one_channel.layout = as_rows(p.layout);
+      for (int64_t group = begin; group < end; ++group) {
+        write_statistics<false, T>(one_channel, GroupSpan(one_channel.layout, group, end));
+        row_outputs<T>(p, group);
+      }
+      return Status{};
+    }
     for_each_span(p.layout, begin, end, [&](const GroupSpan& span, auto rows) {
       write_statistics<rows, T>(p, span);
       outputs<rows, T>(p, span);

@@ -67,14 +67,15 @@ namespace cpu {
 /// Computes statistics and y of the groups begin <= group < end of all samples.
 TORCHKILN_EXPORT Status group_norm(const GroupNorm& arguments, int64_t begin, int64_t end);
 
-/// The split of a backward: tasks are the groups of all samples; results are the channels.
+/// The split of a backward: tasks are the groups of all samples, or parts of them if groups are
+/// short; results are the channels.
 TORCHKILN_EXPORT Split split(const GroupNormBackward& arguments);
 
-/// Computes grad_x and the sums over each channel for the groups begin <= group < end.
+/// Computes grad_x and the sums over each channel for the tasks begin <= task < end.
 TORCHKILN_EXPORT Status group_norm_backward(const GroupNormBackward& arguments, int64_t begin,
                                             int64_t end);
 
-/// Adds the sums of all samples for the channels begin <= channel < end.
+/// Adds the sums of all tasks for the channels begin <= channel < end.
 TORCHKILN_EXPORT Status group_norm_backward_finish(const GroupNormBackward& arguments,
                                                    int64_t begin, int64_t end);
 
