@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "detail/short_rows.h"
 #include "norm/common.h"
 #include "torchkiln/cpu/isa.h"
 
@@ -20,6 +21,10 @@ constexpr int64_t kShort = 1024;
 // the sums of a chunk in double, as in reductions. The rounding error in float is that of 16
 // additions for any number of rows.
 constexpr int64_t kBlockAdditions = 16;
+
+// Most columns of rows that are computed as tiles.
+constexpr int64_t kTileColumns = 7;
+
 /// Computes grad_x of `rows` rows from `row` on, and adds their terms to the gradients of weight
 /// and bias.
 template <class T, class W, int rows>
@@ -130,6 +135,62 @@ struct ChunkPlan {
   }
 };
 
+/// Computes grad_x of short rows, and adds their terms to the gradients of weight and bias.
+template <class T>
+void short_backward(const NormBackward& p, int64_t begin, int64_t end, double* grad_weight,
+                    double* grad_bias) {
+  using C = Compute<T>;
+  const ShortRows rows(p.columns, 1, p.columns);
+  const int64_t width = rows.width, elements = rows.elements();
+  Tile<C> weight, grad, n, weight_sums, bias_sums;
+  rows.read_parameters<C>(weight, p.weight, p.weight_dtype, 0, 1);
+  const C offset = static_cast<C>(p.weight_offset);
+  for (int64_t i = 0; p.weight != nullptr && i < elements; ++i) weight.at[i] += offset;
+  C mean[kMostTileRows] = {}, rstd[kMostTileRows] = {};
+  const C share = 1 / static_cast<C>(p.columns);
+  const C share_of_d = p.centered ? share : C(0);
+  const bool is_alone = p.centered && p.columns == 1;  // as in rows_backward()
+  const auto tile = [&](int64_t first, int64_t count, int64_t) {
+    if (p.centered) rows.read_rows(mean, static_cast<const C*>(p.mean) + first, count);
+    rows.read_rows(rstd, static_cast<const C*>(p.rstd) + first, count);
+    rows.read(grad, static_cast<const T*>(p.grad) + first * p.grad_row_stride, p.grad_row_stride,
+              count);
+    rows.read(n, static_cast<const T*>(p.z) + first * p.z_row_stride, p.z_row_stride, count);
+    C d_sum[kMostTileRows] = {}, dn_sum[kMostTileRows] = {};
+    for (int64_t at = 0; at < elements; at += width) {
+#pragma GCC ivdep
+      for (int64_t k = 0; k < width; ++k) {
+        const C g = grad.at[at + k], normalized = (n.at[at + k] - mean[k]) * rstd[k];
+        const C d = g * weight.at[at + k];
+        n.at[at + k] = normalized;
+        weight_sums.at[at + k] += g * normalized;
+        bias_sums.at[at + k] += g;
+        d_sum[k] += d;
+        dn_sum[k] += d * normalized;
+      }
+    }
+    if (p.grad_x == nullptr) return;
+    for (int64_t at = 0; at < elements; at += width) {
+#pragma GCC ivdep
+      for (int64_t k = 0; k < width; ++k) {
+        const C d = grad.at[at + k] * weight.at[at + k];
+        const C projected = d - d_sum[k] * share_of_d - n.at[at + k] * (dn_sum[k] * share);
+        grad.at[at + k] = projected * (is_alone ? C(0) : rstd[k]);
+      }
+    }
+    if (p.grad_sum != nullptr) {
+      const int64_t stride = p.grad_sum_row_stride;
+      rows.read(n, static_cast<const T*>(p.grad_sum) + first * stride, stride, count);
+      for (int64_t i = 0; i < elements; ++i) grad.at[i] += n.at[i];
+    }
+    rows.write(static_cast<T*>(p.grad_x) + first * p.columns, grad, count);
+  };
+  rows.for_each_tile(begin, end, 0, 1, tile, [&](int64_t) {
+    rows.add_parameters<C>(grad_weight, weight_sums, 0);
+    rows.add_parameters<C>(grad_bias, bias_sums, 0);
+  });
+}
+
 template <class T, class W>
 void chunk_backward(const NormBackward& p, const ChunkPlan& plan, int64_t chunk) {
   using C = Compute<T>;
@@ -140,6 +201,20 @@ void chunk_backward(const NormBackward& p, const ChunkPlan& plan, int64_t chunk)
   C* const grad_weight = p.grad_weight == nullptr ? nullptr : sums;
   C* const grad_bias =
       p.grad_bias == nullptr ? nullptr : sums + (p.grad_weight == nullptr ? 0 : p.columns);
+  if (p.columns <= kTileColumns) {
+    double weight_sums[kTileColumns] = {}, bias_sums[kTileColumns] = {};
+    short_backward<T>(p, first, last, weight_sums, bias_sums);
+    const auto store = [&](auto* to) {
+      using To = std::remove_pointer_t<decltype(to)>;
+      const auto put = [&](const double* from) {
+        for (int64_t i = 0; i < p.columns; ++i) *to++ = static_cast<To>(from[i]);
+      };
+      if (p.grad_weight != nullptr) put(weight_sums);
+      if (p.grad_bias != nullptr) put(bias_sums);
+    };
+    plan.has_blocks ? store(chunk_sums) : store(sums);
+    return;
+  }
   if (plan.has_blocks) std::fill_n(chunk_sums, plan.sums, 0.0);
   std::fill_n(sums, plan.sums, C(0));
   for (int64_t block = first; block < last; block += plan.rows_per_block) {

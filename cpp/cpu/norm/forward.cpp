@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "detail/round_fp8.h"
+#include "detail/short_rows.h"
 #include "norm/common.h"
 #include "torchkiln/cpu/isa.h"
 
@@ -11,6 +12,8 @@ namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
 
+// Most columns of rows that are computed as tiles.
+constexpr int64_t kTileColumns = 15;
 // Columns per block, which stay in the L1 cache between the two passes over it.
 constexpr int64_t kBlockColumns = 2048;
 
@@ -115,11 +118,87 @@ void norm_row(const Norm& p, int64_t row, T* y) {
   });
 }
 
+/// Rounds a tile to T, and converts it back.
+template <class T>
+void round_tile(Compute<T>* tile, int64_t elements) {
+  T rounded[kTile];
+  narrow_run(rounded, tile, elements);
+  widen_run(tile, rounded, 1, elements);
+}
+
+/// Mean, its rounding error and rstd of the rows of a tile.
+template <class C>
+void tile_moments(const Norm& p, const ShortRows& rows, const C* z, C* mean, C* low, C* rstd) {
+  double means[kMostTileRows] = {}, squares[kMostTileRows] = {};
+  const int64_t width = rows.width;
+  const double eps = p.eps, count = static_cast<double>(rows.columns);
+  for (int64_t at = 0; p.centered && at < rows.elements(); at += width) {
+#pragma GCC ivdep
+    for (int64_t k = 0; k < width; ++k) means[k] += static_cast<double>(z[at + k]);
+  }
+#pragma GCC ivdep
+  for (int64_t k = 0; k < width; ++k) means[k] /= count;
+  for (int64_t at = 0; at < rows.elements(); at += width) {
+#pragma GCC ivdep
+    for (int64_t k = 0; k < width; ++k) {
+      const double distance = static_cast<double>(z[at + k]) - means[k];
+      squares[k] += distance * distance;
+    }
+  }
+#pragma GCC ivdep
+  for (int64_t k = 0; k < width; ++k) {
+    mean[k] = static_cast<C>(means[k]);
+    low[k] = static_cast<C>(means[k] - static_cast<double>(mean[k]));
+    rstd[k] = static_cast<C>(1 / std::sqrt(squares[k] / count + eps));
+  }
+}
+
+template <class T>
+void short_norm(const Norm& p, int64_t begin, int64_t end) {
+  using C = Compute<T>;
+  const ShortRows rows(p.columns, 1, p.columns);
+  const int64_t width = rows.width, elements = rows.elements();
+  Tile<C> weight, bias, z, added;
+  rows.read_parameters<C>(weight, p.weight, p.weight_dtype, 0, 1);
+  rows.read_parameters<C>(bias, p.bias, p.weight_dtype, 0, 0);
+  const C offset = static_cast<C>(p.weight_offset);
+  for (int64_t i = 0; p.weight != nullptr && i < elements; ++i) weight.at[i] += offset;
+  C mean[kMostTileRows], low[kMostTileRows], rstd[kMostTileRows];
+  for (int64_t first = begin; first < end; first += rows.rows) {
+    const int64_t count = std::min(rows.rows, end - first);
+    rows.read(z, static_cast<const T*>(p.x) + first * p.x_row_stride, p.x_row_stride, count);
+    if (p.residual != nullptr) {
+      with_residual<T>(p, first, [&](const auto* residual) {
+        rows.read(added, residual, p.residual_row_stride, count);
+      });
+      for (int64_t i = 0; i < elements; ++i) z.at[i] += added.at[i];
+      rows.write(static_cast<T*>(p.sum) + first * p.columns, z, count);
+      round_tile<T>(z, elements);
+    }
+    tile_moments<C>(p, rows, z, mean, low, rstd);
+    for (int64_t k = 0; p.mean != nullptr && k < count; ++k)
+      static_cast<C*>(p.mean)[first + k] = mean[k] + low[k];
+    if (p.rstd != nullptr) std::copy_n(rstd, count, static_cast<C*>(p.rstd) + first);
+    for (int64_t at = 0; at < elements; at += width) {
+#pragma GCC ivdep
+      for (int64_t k = 0; k < width; ++k)
+        z.at[at + k] = (z.at[at + k] - mean[k]) * rstd[k] - low[k] * rstd[k];
+    }
+    if (p.rounds_normalized) round_tile<T>(z, elements);
+    for (int64_t i = 0; i < elements; ++i) z.at[i] = z.at[i] * weight.at[i] + bias.at[i];
+    rows.write(static_cast<T*>(p.y) + first * p.columns, z, count);
+  }
+}
+
 }  // namespace
 
 Status norm(const Norm& p, int64_t begin, int64_t end) {
   return dispatch_weighted(p.dtype, p.weight_dtype, [&](auto tag, auto weight_tag) {
     using T = typename decltype(tag)::type;
+    if (p.columns <= kTileColumns && p.data == nullptr) {
+      short_norm<T>(p, begin, end);
+      return Status{};
+    }
     std::vector<T> rounded(p.data == nullptr ? 0 : static_cast<size_t>(p.columns));
     for (int64_t row = begin; row < end; ++row) {
       const int64_t at = row * p.columns;

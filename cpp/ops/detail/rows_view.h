@@ -17,12 +17,16 @@ struct RowsView {
   int64_t stride;  // elements from one row to the next
 };
 
+/// Whether the elements of the last dimension are not adjacent, so that rows need a copy.
+inline bool has_columns_apart(const at::Tensor& tensor) {
+  return tensor.size(-1) > 1 && tensor.stride(-1) != 1;
+}
+
 /// A tensor as rows of `columns` elements: a view if the rows are evenly spaced, else a copy.
 inline RowsView view_as_rows(const at::Tensor& tensor, int64_t rows, int64_t columns) {
   if (tensor.is_contiguous()) return {MaybeCopy::borrowed(tensor), columns};
-  const bool is_apart = tensor.size(-1) > 1 && tensor.stride(-1) != 1;
-  at::Tensor view =
-      is_apart ? contiguous_copy(tensor).view({rows, columns}) : tensor.reshape({rows, columns});
+  at::Tensor view = has_columns_apart(tensor) ? contiguous_copy(tensor).view({rows, columns})
+                                              : tensor.reshape({rows, columns});
   if (columns > 1 && view.stride(1) != 1) view = view.contiguous();
   if (view.const_data_ptr() != tensor.const_data_ptr())
     trace::note("copied: strides ", tensor.strides(), " are no evenly spaced rows of ", columns,
