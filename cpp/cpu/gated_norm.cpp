@@ -1,8 +1,10 @@
 #include "torchkiln/kernels/gated_norm.h"
 
 #include <cmath>
+#include <initializer_list>
 #include <vector>
 
+#include "detail/short_rows.h"
 #include "detail/simd_row.h"
 #include "torchkiln/core/activations.h"
 #include "torchkiln/cpu/isa.h"
@@ -113,11 +115,16 @@ void write_gradients(const GatedNormBackward& p, int64_t token, int64_t group,
 #pragma GCC ivdep
     for (int64_t i = 0; i < count; ++i) {
       const Slope<C> silu = silu_and_slope<ExactMath>(gate[i]);
-      const C passed = gate_first ? grad[i] : grad[i] * silu.value;
-      n[i] = (gate_first ? x[i] * silu.value : x[i]) * rstd;
-      gradient[i] = passed * weights[i];
       value[i] = silu.value;
-      factor[i] = (gate_first ? x[i] : grad[i] * n[i] * weights[i]) * silu.slope;
+      factor[i] = silu.slope;
+    }
+    // A loop of its own: g++ does not vectorise the exponential together with these terms.
+#pragma GCC ivdep
+    for (int64_t i = 0; i < count; ++i) {
+      const C passed = gate_first ? grad[i] : grad[i] * value[i];
+      n[i] = (gate_first ? x[i] * value[i] : x[i]) * rstd;
+      gradient[i] = passed * weights[i];
+      factor[i] *= gate_first ? x[i] : grad[i] * n[i] * weights[i];
       terms[i] = passed * n[i];
     }
     product += sum_of_products(gradient, n, count);
@@ -140,6 +147,128 @@ void write_gradients(const GatedNormBackward& p, int64_t token, int64_t group,
     const int64_t to = token * elements + first + begin;
     if (p.grad_x != nullptr) narrow_run(static_cast<T*>(p.grad_x) + to, grad_x, count);
     if (p.grad_gate != nullptr) narrow_run(static_cast<T*>(p.grad_gate) + to, grad_gate, count);
+  });
+}
+
+/// Whether groups are short and, in all tensors, lie one after another.
+template <class Problem>
+bool has_short_rows(const Problem& p, std::initializer_list<int64_t> strides) {
+  bool adjacent = p.columns <= kShortRow;
+  for (const int64_t stride : strides)
+    adjacent = adjacent && (p.groups == 1 || stride == p.groups * p.columns);
+  return adjacent;
+}
+
+/// Reads weight + weight_offset for the rows of a tile.
+template <class Problem, class C>
+void read_weight_tile(const Problem& p, const ShortRows& rows, int64_t group, C* weight) {
+  rows.read_parameters<C>(weight, p.weight, p.weight_dtype, group, 1);
+  const C offset = p.weight == nullptr ? C(0) : static_cast<C>(p.weight_offset);
+  for (int64_t i = 0; i < rows.elements(); ++i) weight[i] += offset;
+}
+
+/// Reads the rows of a tile from a tensor with this stride between tokens.
+template <class T>
+void read_tile(const ShortRows& rows, Compute<T>* tile, const void* from, int64_t stride,
+               int64_t first, int64_t count) {
+  const int64_t row_stride = rows.groups == 1 ? stride : rows.columns;
+  rows.read(tile, static_cast<const T*>(from) + first * row_stride, row_stride, count);
+}
+
+template <class T>
+void write_short(const GatedNorm& p, int64_t begin, int64_t end) {
+  using C = Compute<T>;
+  const ShortRows rows(p.columns, p.groups, p.columns);
+  const int64_t width = rows.width, elements = rows.elements();
+  const bool gate_first = p.gate_first;
+  const double eps = p.eps;
+  Tile<C> weight, x, gate;
+  int64_t known = -1;
+  const auto tile = [&](int64_t first, int64_t count, int64_t group) {
+    if (group != known) read_weight_tile<GatedNorm, C>(p, rows, group, weight);
+    known = group;
+    read_tile<T>(rows, x, p.x, p.x_stride, first, count);
+    read_tile<T>(rows, gate, p.gate, p.gate_stride, first, count);
+#pragma GCC ivdep
+    for (int64_t i = 0; i < elements; ++i)
+      gate.at[i] = x.at[i] * Silu::value<ExactMath>(gate.at[i]);
+    double squares[kMostTileRows] = {};
+    const C* const normalized = gate_first ? gate.at : x.at;
+    for (int64_t at = 0; at < elements; at += width) {
+#pragma GCC ivdep
+      for (int64_t k = 0; k < width; ++k) {
+        const auto each = static_cast<double>(normalized[at + k]);
+        squares[k] += each * each;
+      }
+    }
+    C rstd[kMostTileRows];
+#pragma GCC ivdep
+    for (int64_t k = 0; k < width; ++k)
+      rstd[k] = static_cast<C>(1 / std::sqrt(squares[k] / static_cast<double>(p.columns) + eps));
+    if (p.rstd != nullptr) std::copy_n(rstd, count, static_cast<C*>(p.rstd) + first);
+    for (int64_t at = 0; at < elements; at += width) {
+#pragma GCC ivdep
+      for (int64_t k = 0; k < width; ++k) gate.at[at + k] *= rstd[k] * weight.at[at + k];
+    }
+    rows.write(static_cast<T*>(p.y) + first * p.columns, gate, count);
+  };
+  rows.for_each_tile(begin, end, 0, p.groups, tile, [](int64_t) {});
+}
+
+/// Computes grad_x and grad_gate of the tokens begin <= token < end, whose groups are short.
+template <class T>
+void write_short_gradients(const GatedNormBackward& p, int64_t begin, int64_t end, double* sums) {
+  using C = Compute<T>;
+  const ShortRows rows(p.columns, p.groups, p.columns);
+  const int64_t width = rows.width, elements = rows.elements();
+  const bool gate_first = p.gate_first;
+  Tile<C> weight, grad, x, gate, n, value, terms;
+  C rstd[kMostTileRows] = {};
+  int64_t known = -1;
+  const auto tile = [&](int64_t first, int64_t count, int64_t group) {
+    if (group != known) read_weight_tile<GatedNormBackward, C>(p, rows, group, weight);
+    known = group;
+    rows.read_rows(rstd, static_cast<const C*>(p.rstd) + first, count);
+    read_tile<T>(rows, grad, p.grad, p.grad_stride, first, count);
+    read_tile<T>(rows, x, p.x, p.x_stride, first, count);
+    read_tile<T>(rows, gate, p.gate, p.gate_stride, first, count);
+#pragma GCC ivdep
+    for (int64_t i = 0; i < elements; ++i) {
+      const Slope<C> silu = silu_and_slope<ExactMath>(gate.at[i]);
+      value.at[i] = silu.value;
+      gate.at[i] = silu.slope;
+    }
+    C product[kMostTileRows] = {};
+    for (int64_t at = 0; at < elements; at += width) {
+#pragma GCC ivdep
+      for (int64_t k = 0; k < width; ++k) {
+        const int64_t i = at + k;
+        const C passed = gate_first ? grad.at[i] : grad.at[i] * value.at[i];
+        const C normalized = (gate_first ? x.at[i] * value.at[i] : x.at[i]) * rstd[k];
+        const C gradient = passed * weight.at[i];
+        gate.at[i] *= gate_first ? x.at[i] : grad.at[i] * normalized * weight.at[i];
+        n.at[i] = normalized;
+        grad.at[i] = gradient;
+        terms.at[i] += passed * normalized;
+        product[k] += gradient * normalized;
+      }
+    }
+    const C share = 1 / static_cast<C>(p.columns);
+    for (int64_t at = 0; at < elements; at += width) {
+#pragma GCC ivdep
+      for (int64_t k = 0; k < width; ++k) {
+        const int64_t i = at + k;
+        const C projected = (grad.at[i] - n.at[i] * (product[k] * share)) * rstd[k];
+        grad.at[i] = gate_first ? projected * value.at[i] : projected;
+        gate.at[i] *= gate_first ? projected : C(1);
+      }
+    }
+    if (p.grad_x != nullptr) rows.write(static_cast<T*>(p.grad_x) + first * p.columns, grad, count);
+    if (p.grad_gate != nullptr)
+      rows.write(static_cast<T*>(p.grad_gate) + first * p.columns, gate, count);
+  };
+  rows.for_each_tile(begin, end, 0, p.groups, tile, [&](int64_t group) {
+    if (sums != nullptr) rows.add_parameters<C>(sums, terms, group);
   });
 }
 
@@ -170,6 +299,10 @@ double* sums_of(const GatedNormBackward& p, int64_t chunk) {
 Status gated_norm(const GatedNorm& p, int64_t begin, int64_t end) {
   return dispatch_floating(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
+    if (has_short_rows(p, {p.x_stride, p.gate_stride})) {
+      write_short<T>(p, begin, end);
+      return Status{};
+    }
     std::vector<Compute<T>> products(static_cast<size_t>(p.columns));
     for (int64_t token = begin; token < end; ++token)
       for (int64_t group = 0; group < p.groups; ++group)
@@ -183,10 +316,15 @@ Status gated_norm_backward(const GatedNormBackward& p, int64_t begin, int64_t en
     using T = typename decltype(tag)::type;
     const Chunks chunks(p);
     GroupBuffers<Compute<T>> buffers(p.columns);
+    const bool is_short = has_short_rows(p, {p.grad_stride, p.x_stride, p.gate_stride});
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       double* const sums = p.grad_weight == nullptr ? nullptr : sums_of(p, chunk);
       if (sums != nullptr) std::fill_n(sums, p.groups * p.columns, 0.0);
       const int64_t last = std::min((chunk + 1) * chunks.tokens, p.tokens);
+      if (is_short) {
+        write_short_gradients<T>(p, chunk * chunks.tokens, last, sums);
+        continue;
+      }
       for (int64_t token = chunk * chunks.tokens; token < last; ++token) {
         for (int64_t group = 0; group < p.groups; ++group) {
           double* const own = sums == nullptr ? nullptr : sums + group * p.columns;

@@ -1,0 +1,113 @@
+"""Short rows, few pixels and long planes on a CPU: values, and the same bits with any threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import torchkiln
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def check(op: Callable[..., Tensor], formula: Callable[..., Tensor], inputs: list[Tensor]) -> None:
+    """Compare result and gradients with a formula in float64, and two numbers of threads."""
+    grad = torch.randn_like(op(*inputs))
+    found = []
+    before = torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        try:
+            leaves = [x.detach().requires_grad_() for x in inputs]
+            y = op(*leaves)
+            found.append([y, *torch.autograd.grad(y, leaves, grad)])
+        finally:
+            torch.set_num_threads(before)
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    y = formula(*wide)
+    expected = [y, *torch.autograd.grad(y, wide, grad.double())]
+    eps = torch.finfo(inputs[0].dtype).eps
+    for one, other, truth in zip(*found, expected, strict=True):
+        assert torch.equal(one, other)
+        error = (one.double() - truth).abs().max()
+        assert error < 8 * eps * truth.abs().max().clamp(1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns"), [(70001, 3), (9001, 7), (33, 15), (3000, 16)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_norms(rows: int, columns: int, transposed: bool, dtype: torch.dtype) -> None:
+    shape = (columns,)
+    x, r = (torch.randn(rows, columns).to(dtype) for _ in range(2))
+    if transposed:
+        x, r = x.T.contiguous().T, r.T.contiguous().T
+    w, b = torch.randn(columns).to(dtype), torch.randn(columns).to(dtype)
+    check(
+        lambda x, w, b: torchkiln.layer_norm(x, shape, w, b, eps=1.0),
+        lambda x, w, b: F.layer_norm(x, shape, w, b, 1.0),
+        [x, w, b],
+    )
+    y, total = torchkiln.add_rms_norm(x, r, shape, w, eps=1.0)
+    assert torch.equal(total, x + r)
+    expected = F.rms_norm(total.double(), shape, w.double(), 1.0)
+    error = (y.double() - expected).abs().max()
+    assert error < 4 * torch.finfo(dtype).eps * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "columns", "groups"), [(30001, 2, 1), (5000, 12, 4), (40, 900, 450), (50, 700, 1)]
+)
+@pytest.mark.parametrize("gate_first", [False, True])
+def test_gated_norms(
+    tokens: int, columns: int, groups: int, gate_first: bool, dtype: torch.dtype
+) -> None:
+    def formula(x: Tensor, gate: Tensor, w: Tensor) -> Tensor:
+        z = x * F.silu(gate) if gate_first else x
+        rows = z.unflatten(-1, (groups, -1))
+        n = F.rms_norm(rows, rows.shape[-1:], eps=1.0).flatten(-2) * w
+        return n if gate_first else n * F.silu(gate)
+
+    x, gate = (torch.randn(tokens, columns).to(dtype) for _ in range(2))
+    w = torch.randn(columns).to(dtype)
+    check(
+        lambda x, gate, w: torchkiln.gated_rms_norm(
+            x, gate, (columns,), w, 1.0, gate_first=gate_first, groups=groups
+        ),
+        formula,
+        [x, gate, w],
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (25, 296, 3),
+        (70, 1300),
+        (9000, 5),
+        (3, 20000, 1),
+        (40, 38, 4, 7),
+        (1, 2, 90001),
+        (2, 1, 70000),
+    ],
+)
+def test_batch_norm(shape: tuple[int, ...], training: bool, dtype: torch.dtype) -> None:
+    channels = shape[1]
+    mean, var = torch.randn(channels), torch.rand(channels) + 0.5
+
+    def formula(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        stats = (None, None) if training else (mean.to(x.dtype), var.to(x.dtype))
+        return F.silu(F.batch_norm(x, *stats, w, b, training=training, eps=1.0))
+
+    def op(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        stats = (None, None) if training else (mean, var)
+        return torchkiln.bn_act(x, w, b, *stats, None, training=training, eps=1.0, act="silu")
+
+    w, b = torch.randn(channels), torch.randn(channels)
+    check(op, formula, [torch.randn(shape).to(dtype) + 2, w, b])
