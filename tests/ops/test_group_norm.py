@@ -160,7 +160,7 @@ def test_few_pixels_on_a_cpu(shape: tuple[int, ...], groups: int, dtype: torch.d
         finally:
             torch.set_num_threads(before)
     wide = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
-    y = F.silu(F.group_norm(wide[0], groups, *wide[1:]))
+    y = F.silu(F.group_norm(wide[0], groups, wide[1], wide[2]))
     expected = [y, *torch.autograd.grad(y, wide, grad.double())]
     for one, other, truth in zip(*found, expected, strict=True):
         assert torch.equal(one, other)

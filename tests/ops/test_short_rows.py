@@ -102,12 +102,12 @@ def test_batch_norm(shape: tuple[int, ...], training: bool, dtype: torch.dtype) 
     mean, var = torch.randn(channels), torch.rand(channels) + 0.5
 
     def formula(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        stats = (None, None) if training else (mean.to(x.dtype), var.to(x.dtype))
-        return F.silu(F.batch_norm(x, *stats, w, b, training=training, eps=1.0))
+        m, v = (None, None) if training else (mean.to(x.dtype), var.to(x.dtype))
+        return F.silu(F.batch_norm(x, m, v, w, b, training=training, eps=1.0))
 
     def op(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        stats = (None, None) if training else (mean, var)
-        return torchkiln.bn_act(x, w, b, *stats, None, training=training, eps=1.0, act="silu")
+        m, v = (None, None) if training else (mean, var)
+        return torchkiln.bn_act(x, w, b, m, v, training=training, eps=1.0, act="silu")
 
     w, b = torch.randn(channels), torch.randn(channels)
     check(op, formula, [torch.randn(shape).to(dtype) + 2, w, b])
