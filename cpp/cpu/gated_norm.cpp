@@ -153,7 +153,7 @@ void write_gradients(const GatedNormBackward& p, int64_t token, int64_t group,
 /// Whether groups are short and, in all tensors, lie one after another.
 template <class Problem>
 bool has_short_rows(const Problem& p, std::initializer_list<int64_t> strides) {
-  bool adjacent = p.columns <= kShortRow;
+  bool adjacent = p.columns <= kShortGroup;
   for (const int64_t stride : strides)
     adjacent = adjacent && (p.groups == 1 || stride == p.groups * p.columns);
   return adjacent;

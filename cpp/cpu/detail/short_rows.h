@@ -11,7 +11,7 @@ namespace torchkiln::cpu::TORCHKILN_ISA {
 
 // Most columns of a short row. For longer rows, exchanging rows and columns takes longer than the
 // loops that it saves; for kernels with short loops, from fewer columns on.
-inline constexpr int64_t kShortRow = 32;
+inline constexpr int64_t kShortGroup = 32;
 // Elements per tile: a few tiles of float stay in the L1 cache.
 inline constexpr int64_t kTile = 2048;
 inline constexpr int64_t kMostTileRows = 256;

@@ -20,7 +20,7 @@ enum class GroupPath {
 
 inline GroupPath path_of(const GroupLayout& layout) {
   if (layout.channels_last && layout.inner > 1) return GroupPath::spans;
-  if (layout.count() <= kShortRow) return GroupPath::short_rows;
+  if (layout.count() <= kShortGroup) return GroupPath::short_rows;
   return layout.inner < kFewPixels ? GroupPath::row : GroupPath::spans;
 }
 

@@ -179,15 +179,20 @@ Status sampled_rows(const SampledProduct& p, int64_t begin, int64_t end) {
   return {};
 }
 
+// Rows of sums are padded to a multiple of this many elements: whole registers of every instruction
+// set, because split() is compiled for one of them and allocates for all.
+constexpr int64_t kSumPadding = 16;
+static_assert(kSumPadding % kLanes<float> == 0 && kSumPadding % kLanes<double> == 0);
+
 /// The chunks of rows of spmm_columns(). Their number depends only on the sizes, so that the result
-/// has the same bits for every number of threads. The rows of sums are padded to whole registers.
+/// has the same bits for every number of threads.
 struct ColumnPlan {
   int64_t chunks;
   int64_t rows_per_chunk;
   int64_t pitch;  // elements from one row of sums to the next
 
   explicit ColumnPlan(const SpmmColumns& p)
-      : pitch((p.width + kLanes<float> - 1) / kLanes<float> * kLanes<float>) {
+      : pitch((p.width + kSumPadding - 1) / kSumPadding * kSumPadding) {
     constexpr int64_t kProducts = 1 << 16;  // of a chunk: they take longer than starting a thread
     constexpr int64_t kMostChunks = 32, kFewestEntries = 4;  // of a column in a chunk
     const int64_t most = std::min(p.pattern.entries * p.width / kProducts,
