@@ -208,7 +208,8 @@ void write_short(const GatedNorm& p, int64_t begin, int64_t end) {
     if (p.rstd != nullptr) std::copy_n(rstd, count, static_cast<C*>(p.rstd) + first);
     for (int64_t at = 0; at < elements; at += width) {
 #pragma GCC ivdep
-      for (int64_t k = 0; k < width; ++k) gate.at[at + k] *= rstd[k] * weight.at[at + k];
+      for (int64_t k = 0; k < width; ++k)
+        gate.at[at + k] = gate.at[at + k] * rstd[k] * weight.at[at + k];
     }
     rows.write(static_cast<T*>(p.y) + first * p.columns, gate, count);
   };

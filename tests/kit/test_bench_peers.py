@@ -21,7 +21,7 @@ from torchkiln.bench.measure import Settings, time_case, time_small
 from torchkiln.bench.peers import formulas, liger, quack, torchao
 from torchkiln.bench.report import tables
 from torchkiln.bench.result import OURS
-from torchkiln.testing import SPECS, OpSpec, Sample, Traffic
+from torchkiln.testing import SPECS, OpSpec, Sample, Traffic, scaled_product
 from torchkiln.testing.compare import outputs
 from torchkiln.testing.specs.pointwise import ADD
 
@@ -302,10 +302,12 @@ class OnGpu(torch.Tensor):
     is_cuda = True
 
 
-def test_a_product_in_fp8_is_timed_beside_the_usual_one() -> None:
-    """The peer eager is the product in bfloat16, not the composite, which emulates FP8."""
+def test_a_product_in_fp8_is_timed_beside_the_same_work() -> None:
+    """On a CPU the peer eager is torch's casts and its product of the values in float32."""
     spec = next(spec for spec in SPECS if spec.name == "linear_fp8")
     for case in cases(spec, CPU, torch.bfloat16, (32, 64)):
         x, weight = case.sample.args
-        assert torch.equal(peers.eager(case)(x, weight), F.linear(x, weight))
+        expected = scaled_product.linear(x, weight, None, None)
+        assert torch.equal(peers.eager(case)(x, weight), expected)
+        assert not torch.equal(expected, F.linear(x, weight))
     assert peers.eager(a_case(ADD)) is ADD.composite

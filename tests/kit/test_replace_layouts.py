@@ -9,7 +9,9 @@ import pytest
 import torch
 from replace_models import OffsetRms, PlainLayer, Rms
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torchkiln
 from torchkiln.patch.source import residual
@@ -60,7 +62,28 @@ class ReversedRms(Rms):
         return scale * x * self.gamma
 
 
-@pytest.mark.parametrize("cls", [ContiguousRms, ReversedRms])
+class TrainedRms(Rms):
+    """A norm whose result is contiguous in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.contiguous() if self.training else x)
+
+
+class Float32Rms(Rms):
+    """A norm whose result is contiguous in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.contiguous() if x.dtype == torch.float32 else x)
+
+
+class RankRms(Rms):
+    """A norm whose result is contiguous for arguments of four dimensions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.contiguous() if x.dim() == 4 else x)
+
+
+@pytest.mark.parametrize("cls", [ContiguousRms, ReversedRms, TrainedRms, Float32Rms, RankRms])
 def test_norms_with_other_strides(cls: type[nn.Module]) -> None:
     norm = cls(16)
     x = torch.randn(2, 5, 3, 16).transpose(1, 2)
@@ -70,6 +93,25 @@ def test_norms_with_other_strides(cls: type[nn.Module]) -> None:
     after = norm(x)
     assert after.stride() == before.stride()
     assert torch.equal(after, before)
+
+
+def test_a_permuted_result_can_be_changed_in_place() -> None:
+    norm, x = Rms(16), torch.randn(2, 5, 3, 16).transpose(1, 2)
+    torchkiln.replace(norm)
+    with torch.no_grad():
+        y = norm(x)
+    y += nn.Parameter(torch.ones(16))
+    assert y.requires_grad
+
+
+@pytest.mark.parametrize("x", [torch.randn(6, 4, 32)[..., :16], torch.randn(6, 4, 16).mT.mT])
+def test_permuted_norms_of_symbolic_sizes(x: Tensor) -> None:
+    norm = Rms(16)
+    torchkiln.replace(norm)
+    compiled = torch.compile(norm, dynamic=True, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), norm(x))
+    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as fakes:
+        assert norm(fakes.from_tensor(x.transpose(0, 1))).stride()[-1] == 1
 
 
 @pytest.mark.parametrize(
@@ -175,6 +217,8 @@ def test_sums_between_layers_of_one_input() -> None:
         (torch.ones(3, 3), torch.eye(3).to_sparse()),
         (torch.eye(3).to_sparse(), torch.eye(3).to_sparse()),
         (nn.Parameter(torch.ones(4, 3).T), torch.ones(3, 4)),
+        (torch.randn(4, 3, 16).transpose(0, 1)[..., :8], torch.randn(3, 4, 8)),
+        (torch.randn(4, 1, 8).expand(4, 3, 8).transpose(0, 1), torch.randn(3, 4, 8)),
     ],
 )
 def test_other_sums_are_torchs(a: Any, b: Any, sums: list[torch.Size]) -> None:
@@ -184,6 +228,7 @@ def test_other_sums_are_torchs(a: Any, b: Any, sums: list[torch.Size]) -> None:
     if isinstance(found, Tensor):
         assert torch.equal(found.to_dense(), expected.to_dense())
         assert found.dtype == expected.dtype
+        assert found.is_sparse or found.stride() == expected.stride()
     else:
         assert found == expected
 

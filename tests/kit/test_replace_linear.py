@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 import torchkiln
 import torchkiln.patch.formula.linear as patched
@@ -180,3 +181,41 @@ def test_layers_without_a_weight_yet() -> None:
     bare: Any = nn.Linear(512, 512)
     bare.weight = None
     assert not torchkiln.replace(bare)[""].changed
+
+
+class Twice(nn.Module):
+    """A parametrization."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def test_parametrizations_after_a_call() -> None:
+    layer, x = nn.Linear(512, 513), torch.randn(4, 512)
+    torchkiln.replace(layer)
+    for name in ("weight", "bias"):
+        parametrize.register_parametrization(layer, name, Twice())
+        torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
+
+
+def test_a_layer_without_its_bias() -> None:
+    layer = nn.Linear(512, 513)
+    torchkiln.replace(layer)
+    del layer.bias
+    with pytest.raises(AttributeError, match="bias"):
+        layer(torch.randn(4, 512))
+
+
+@pytest.mark.parametrize(
+    "x",
+    [torch.randn(4, 512).double(), torch.randn(4, 511), torch.tensor(1.0)],
+    ids=["dtype", "width", "number"],
+)
+def test_errors_are_those_of_torch(x: Tensor) -> None:
+    layer = nn.Linear(512, 513)
+    with pytest.raises(RuntimeError) as before:
+        layer(x)
+    torchkiln.replace(layer)
+    with pytest.raises(RuntimeError) as after:
+        layer(x)
+    assert str(after.value) == str(before.value)

@@ -11,8 +11,8 @@ FUNCTORS = "cuda/include/torchkiln/core/functors.h"
 CPU = (
     Fault(
         *("rows begin one element late", "cpu", ELEMENTWISE),
-        "move(layout, d, -layout.size[d]);",
-        "move(layout, d, 1 - layout.size[d]);",
+        "move(layout, d, -rows * layout.size[d]);",
+        "move(layout, d, 1 - rows * layout.size[d]);",
         *("add", "strides@float32", "cpp/cpu/pointwise.cpp"),
     ),
     Fault(

@@ -288,6 +288,8 @@ void short_gradients(const GroupNormBackward& p, int64_t task) {
         factors.read_argument(rows, x, z);
         activation.gradients(g, grad, z, rows.elements());
         for (int64_t i = 0; i < rows.elements(); i += rows.width) {
+          // With an infinite weight, z of the lanes without a row is NaN.
+          std::fill_n(g.at + i + count, rows.width - count, C(0));
 #pragma GCC ivdep
           for (int64_t k = 0; k < rows.width; ++k) {
             tile_sums.at[i + k] += g.at[i + k];

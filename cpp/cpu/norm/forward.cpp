@@ -153,8 +153,9 @@ void tile_moments(const Norm& p, const ShortRows& rows, const C* z, C* mean, C* 
   }
 }
 
+/// Computes the rows begin <= row < end, which are short, into y.
 template <class T>
-void short_norm(const Norm& p, int64_t begin, int64_t end) {
+void short_norm(const Norm& p, int64_t begin, int64_t end, T* y) {
   using C = Compute<T>;
   const ShortRows rows(p.columns, 1, p.columns);
   const int64_t width = rows.width, elements = rows.elements();
@@ -186,7 +187,24 @@ void short_norm(const Norm& p, int64_t begin, int64_t end) {
     }
     if (p.rounds_normalized) round_tile<T>(z, elements);
     for (int64_t i = 0; i < elements; ++i) z.at[i] = z.at[i] * weight.at[i] + bias.at[i];
-    rows.write(static_cast<T*>(p.y) + first * p.columns, z, count);
+    rows.write(y + (first - begin) * p.columns, z, count);
+  }
+}
+
+/// Computes short rows, and quantises them if E4M3 is wanted.
+template <class T>
+void short_norms(const Norm& p, int64_t begin, int64_t end) {
+  if (p.data == nullptr)
+    return short_norm<T>(p, begin, end, static_cast<T*>(p.y) + begin * p.columns);
+  if constexpr (sizeof(T) <= 4) {
+    T y[kTileColumns * kMostTileRows];
+    for (int64_t first = begin; first < end; first += kMostTileRows) {
+      const int64_t last = std::min(first + kMostTileRows, end);
+      short_norm<T>(p, first, last, y);
+      for (int64_t row = first; row < last; ++row)
+        quantize_row(y + (row - first) * p.columns, p.columns, p.data + row * p.columns,
+                     p.scale + row, p.rows);
+    }
   }
 }
 
@@ -195,8 +213,8 @@ void short_norm(const Norm& p, int64_t begin, int64_t end) {
 Status norm(const Norm& p, int64_t begin, int64_t end) {
   return dispatch_weighted(p.dtype, p.weight_dtype, [&](auto tag, auto weight_tag) {
     using T = typename decltype(tag)::type;
-    if (p.columns <= kTileColumns && p.data == nullptr) {
-      short_norm<T>(p, begin, end);
+    if (p.columns <= kTileColumns) {
+      short_norms<T>(p, begin, end);
       return Status{};
     }
     std::vector<T> rounded(p.data == nullptr ? 0 : static_cast<size_t>(p.columns));

@@ -62,7 +62,7 @@ struct Cursor {
   }
 
   /// The rows of an operand with these strides, from here on.
-  Rows rows(const Layout<Inputs, Outputs>& layout, const int64_t* stride) const {
+  SpacedRows rows(const Layout<Inputs, Outputs>& layout, const int64_t* stride) const {
     if (layout.rank == 0) return {0, 1, 1, 1};
     return {index[0], layout.size[0], stride[0], layout.rank > 1 ? stride[1] : 0};
   }
@@ -78,7 +78,8 @@ struct Cursor {
 template <class C>
 class InputRun {
  public:
-  const C* read(const void* from, int64_t offset, const Rows& rows, int64_t count, Dtype dtype) {
+  const C* read(const void* from, int64_t offset, const SpacedRows& rows, int64_t count,
+                Dtype dtype) {
     // Rows that are the same one, such as those of a bias, stay in the buffer.
     const bool repeats = rows.row_stride == 0 && rows.first == 0 && !rows.is_run(count);
     if (repeats && offset == held_ && count <= held_count_) return buffer_;
@@ -154,7 +155,7 @@ bool widens_in_registers(const Elementwise<Inputs, Outputs>& arguments) {
 
 /// Stores a run of results, rounded.
 template <class Out, class C>
-void store_rows(Out* to, const Rows& rows, const C* results, int64_t count) {
+void store_rows(Out* to, const SpacedRows& rows, const C* results, int64_t count) {
   if (rows.is_run(count)) {
     rows.stride == 1 ? narrow_run(to, results, count)
                      : scatter_run(to, rows.stride, results, count);
@@ -186,7 +187,7 @@ Status elementwise(const Functor& functor, const Elementwise<Inputs, Outputs>& a
     for (int o = 0; o < Outputs; ++o) {
       to[o] = results[o];
       if constexpr (std::is_same_v<Out, C>) {
-        const Rows rows = cursor.rows(layout, layout.out_stride[o]);
+        const SpacedRows rows = cursor.rows(layout, layout.out_stride[o]);
         direct[o] = rows.stride == 1 && rows.is_run(count);
         if (direct[o]) to[o] = static_cast<Out*>(arguments.out[o]) + cursor.out_offset[o];
       }

@@ -218,7 +218,7 @@ const C* read_run(C* buffer, const void* from, int64_t offset, int64_t stride, i
 }
 
 /// Evenly spaced rows of an operand, which are read from column `first` of a row on.
-struct Rows {
+struct SpacedRows {
   int64_t first;
   int64_t width;
   int64_t stride;      // elements from one column to the next
@@ -233,7 +233,7 @@ struct Rows {
 /// Copies `count` elements of rows; `from` is the first one. `stride` is an argument of its own, so
 /// that it can be a constant.
 template <class T, class Stride>
-void gather_rows(T* to, const T* from, const Rows& rows, Stride stride, int64_t count) {
+void gather_rows(T* to, const T* from, const SpacedRows& rows, Stride stride, int64_t count) {
   const T* row = from - rows.first * stride;
   for (int64_t column = rows.first; count > 0; column = 0, row += rows.row_stride) {
     const int64_t end = std::min(rows.width, column + count);
@@ -243,7 +243,7 @@ void gather_rows(T* to, const T* from, const Rows& rows, Stride stride, int64_t 
 }
 
 template <class T>
-void gather_rows(T* to, const T* from, const Rows& rows, int64_t count) {
+void gather_rows(T* to, const T* from, const SpacedRows& rows, int64_t count) {
   constexpr int64_t kCopied = 16;  // elements of a row, from which on a copy in vectors is faster
   if (rows.stride == 1 && rows.width >= kCopied) {
     gather_rows(to, from, rows, std::integral_constant<int64_t, 1>{}, count);
@@ -254,8 +254,8 @@ void gather_rows(T* to, const T* from, const Rows& rows, int64_t count) {
 
 /// read_run() of elements of several rows, at most kMost.
 template <int64_t kMost, class C>
-const C* read_rows(C* buffer, const void* from, int64_t offset, const Rows& rows, int64_t count,
-                   Dtype dtype) {
+const C* read_rows(C* buffer, const void* from, int64_t offset, const SpacedRows& rows,
+                   int64_t count, Dtype dtype) {
   if (rows.is_run(count)) return read_run(buffer, from, offset, rows.stride, count, dtype);
   const auto read = [&](const auto* elements) {
     using T = std::decay_t<decltype(*elements)>;

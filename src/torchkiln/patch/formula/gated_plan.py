@@ -69,8 +69,9 @@ class Gated(ProvenPlan):
         dtype = args[0].dtype
         for name in (self.gate, self.up, self.down):
             if name is not None:
-                weight = attribute(submodule(module, name), "weight", None)
-                if getattr(weight, "dtype", None) is not dtype:
+                part = submodule(module, name)
+                weight = part._parameters.get("weight") if isinstance(part, nn.Module) else None
+                if weight is None or weight.dtype is not dtype:
                     return False
         return True
 

@@ -63,15 +63,17 @@ class WideLinear(Plan):
 
 def gaining(module: Any, x: Any) -> tuple[Tensor, Tensor | None] | None:
     """Weight and bias, if the op takes less time; under ``torch.compile`` only by a table."""
-    if not is_plain(x) or is_tracing():
+    own = module._parameters
+    # A parametrization computes a weight that is not among the parameters, for example.
+    if not is_plain(x) or is_tracing() or "weight" not in own or "bias" not in own:
         return None
-    weight, bias = attribute(module, "weight", None), attribute(module, "bias", None)
+    weight, bias = own["weight"], own["bias"]
     if not is_plain(weight) or weight.dim() != 2:
         return None
     is_unaligned = has_unaligned(weight)
     if not is_unaligned and (bias is None or not sums_gradient(bias, x)):
         return None
-    if x.is_meta or not is_bias_of(bias, weight):
+    if x.is_meta or not is_bias_of(bias, weight) or not is_called_as_usual(weight, bias, x):
         return None
     if is_compiling():
         op = "padded_linear" if is_unaligned else "linear"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from torchkiln.nn.plain import attribute
+from torchkiln.ops._folding import is_transformed
 from torchkiln.ops.norm import layer_norm, rms_norm
 from torchkiln.patch.formula.layout import Value
 from torchkiln.patch.formula.proven import ProvenPlan, is_ordered, memory_order
@@ -76,7 +77,9 @@ class Norm(ProvenPlan):
             return op(x, x.shape[-1:], **self.options(module))
         order = memory_order(x) or list(range(x.dim()))
         y = op(x.permute(order), x.shape[-1:], **self.options(module))
-        return y.permute(sorted(range(x.dim()), key=order.__getitem__))
+        y = y.permute(sorted(range(x.dim()), key=order.__getitem__))
+        # A view that is made without gradients cannot be changed in place with them.
+        return y if y.requires_grad or is_transformed() else y.data
 
     def options(self, module: nn.Module) -> dict[str, Any]:
         """The arguments of the op after ``normalized_shape``."""
@@ -213,15 +216,28 @@ def with_rounding(plan: Norm, copy: nn.Module, x: Tensor) -> Norm:
 
 
 def with_permuted(plan: Norm, copy: nn.Module, x: Tensor) -> Norm:
-    """The plan for permuted dimensions, too, if the strides of the module's results follow them."""
-    rank = max(plan.proof.ranks) if plan.proof else 1
-    rows = numbers(*(2, 3, 4)[: rank - 1], 2 * x.shape[-1])
-    slices = [rows.permute(*order, rank - 1) for order in permutations(range(rank - 1))]
-    views = [view[..., : x.shape[-1]] for view in slices]
-    views += [torch.empty_like(view).copy_(view) for view in views]
+    """The plan for permuted dimensions, too, if the strides of the module's results follow them.
 
-    def follows(view: Tensor) -> bool:
-        y = run(copy, view)
+    They must in each proven rank and dtype, in training and in evaluation: a module may call
+    ``contiguous()`` in some of them, which the formula does not show.
+    """
+    ranks, dtypes = (plan.proof.ranks, plan.proof.dtypes) if plan.proof else ((), ())
+    ranks = tuple(rank for rank in ranks if rank > 2)
+
+    def follows(module: nn.Module, view: Tensor) -> bool:
+        y = run(module, view)
         return isinstance(y, Tensor) and y.stride() == torch.empty_like(view).stride()
 
-    return replace(plan, permuted=True) if rank > 2 and all(map(follows, views)) else plan
+    for dtype, is_training in product(dtypes, (True, False)):
+        module = cast(copy, dtype, x.device).train(is_training)
+        for view in (view for rank in ranks for view in permuted(rank, x.shape[-1])):
+            if not follows(module, view.to(dtype)) or not follows(module, view.to(dtype).clone()):
+                return plan
+    return replace(plan, permuted=bool(ranks))
+
+
+def permuted(rank: int, columns: int) -> Iterator[Tensor]:
+    """Tensors with all orders of the leading dimensions in memory, slices of wider rows."""
+    rows = numbers(*(2, 3, 4)[: rank - 1], 2 * columns)
+    for order in permutations(range(rank - 1)):
+        yield rows.permute(*order, rank - 1)[..., :columns]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ def is_ordered(x: Tensor) -> bool:
     if x.is_contiguous():
         return True
     strides = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size != 1]
-    return all(strides) and strides == sorted(strides, reverse=True)
+    return all(strides) and all(a >= b for a, b in pairwise(strides))
 
 
 def memory_order(x: Tensor) -> list[int] | None:
@@ -90,5 +91,5 @@ def memory_order(x: Tensor) -> list[int] | None:
     order = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
     sizes = x.shape
     found = [strides[d] for d in order if sizes[d] != 1]
-    is_told = all(found) and len(set(found)) == len(found)
+    is_told = all(found) and all(a > b for a, b in pairwise(found))
     return order if is_told and order[-1] == x.dim() - 1 else None

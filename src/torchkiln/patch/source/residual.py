@@ -106,9 +106,21 @@ def is_crossed(a: Any, b: Any) -> bool:
         return False
     if not is_plain(a) or not is_plain(b) or a.is_contiguous() == b.is_contiguous():
         return False
+    if not is_filled(b if a.is_contiguous() else a):
+        return False
     if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
         return False
     return a.device.type in TRANSPOSING and not is_tracing()
+
+
+def is_filled(x: Tensor) -> bool:
+    """Whether the elements fill their memory without gaps, in some order of the dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def is_sum_of_op(a: Any, b: Any) -> bool:
