@@ -257,30 +257,19 @@ template <int64_t kMost, class C>
 const C* read_rows(C* buffer, const void* from, int64_t offset, const SpacedRows& rows,
                    int64_t count, Dtype dtype) {
   if (rows.is_run(count)) return read_run(buffer, from, offset, rows.stride, count, dtype);
-  const auto read = [&](const auto* elements) {
-    using T = std::decay_t<decltype(*elements)>;
+  // It has no dtype but these.
+  static_cast<void>(dispatch_floating(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const T* const elements = static_cast<const T*>(from) + offset;
     if constexpr (std::is_same_v<T, C>) {
-      gather_rows(buffer, elements + offset, rows, count);
+      gather_rows(buffer, elements, rows, count);
     } else {
       T gathered[kMost];
-      gather_rows(gathered, elements + offset, rows, count);
+      gather_rows(gathered, elements, rows, count);
       widen_run(buffer, gathered, /*stride=*/1, count);
     }
-  };
-  switch (dtype) {
-    case Dtype::float32:
-      read(static_cast<const float*>(from));
-      break;
-    case Dtype::float64:
-      read(static_cast<const double*>(from));
-      break;
-    case Dtype::float16:
-      read(static_cast<const Half*>(from));
-      break;
-    case Dtype::bfloat16:
-      read(static_cast<const BFloat16*>(from));
-      break;
-  }
+    return Status{};
+  }));
   return buffer;
 }
 

@@ -73,9 +73,9 @@ class Norm(ProvenPlan):
     def forward(self, module: nn.Module, x: Tensor) -> Tensor:
         """The op with the parameters of the module, in the order of memory of ``x``."""
         op = rms_norm if self.op == "rms_norm" else layer_norm
-        if x.is_contiguous() or is_ordered(x):
+        order = None if is_ordered(x) else memory_order(x)
+        if order is None:
             return op(x, x.shape[-1:], **self.options(module))
-        order = memory_order(x) or list(range(x.dim()))
         y = op(x.permute(order), x.shape[-1:], **self.options(module))
         y = y.permute(sorted(range(x.dim()), key=order.__getitem__))
         # A view that is made without gradients cannot be changed in place with them.
@@ -230,14 +230,17 @@ def with_permuted(plan: Norm, copy: nn.Module, x: Tensor) -> Norm:
 
     for dtype, is_training in product(dtypes, (True, False)):
         module = cast(copy, dtype, x.device).train(is_training)
-        for view in (view for rank in ranks for view in permuted(rank, x.shape[-1])):
-            if not follows(module, view.to(dtype)) or not follows(module, view.to(dtype).clone()):
+        for rank in ranks:
+            rows = numbers(*(2, 3, 4)[: rank - 1], 2 * x.shape[-1]).to(dtype)
+            if not all(follows(module, view) for view in permuted(rows)):
                 return plan
     return replace(plan, permuted=bool(ranks))
 
 
-def permuted(rank: int, columns: int) -> Iterator[Tensor]:
-    """Tensors with all orders of the leading dimensions in memory, slices of wider rows."""
-    rows = numbers(*(2, 3, 4)[: rank - 1], 2 * columns)
-    for order in permutations(range(rank - 1)):
-        yield rows.permute(*order, rank - 1)[..., :columns]
+def permuted(rows: Tensor) -> Iterator[Tensor]:
+    """The first half of the rows, with all orders of the other dimensions: views, and copies."""
+    last = rows.dim() - 1
+    for order in permutations(range(last)):
+        view = rows.permute(*order, last)[..., : rows.shape[-1] // 2]
+        yield view
+        yield view.clone()
