@@ -6,7 +6,7 @@ fuzz_summary.jsonl of `torchkiln bench --fuzz --out`. Pages have these blocks:
     <!-- results:NAME -->           large calls of a run, and its pictures
     <!-- results:NAME add relu -->  large calls of these ops beside their peers
     <!-- headlines -->              the calls in HEADLINES, and those in LOSSES
-    <!-- random -->                 the slowest ten of random calls beside torch, and the counts
+    <!-- random:NAME -->            the slowest ten of random calls beside torch, and the counts
     <!-- models:TABLE -->           whole models, by docs/measured_models.py
     <!-- steps:TOPIC -->            the kernels of a page in docs/learn, and their times
     <!-- ops:FAMILY -->             calls, formulas and schemas of a family; ops:all the contract
@@ -148,27 +148,24 @@ def headlines(files: dict[str, Path]) -> str:
     return "\n".join([*lines, ""])
 
 
-def random_calls(results: Path, count: int = 10) -> str:
+def random_calls(path: Path, count: int = 10) -> str:
     """The random calls that lose most to eager torch, and how many do."""
-    lines: list[str] = []
-    for path in sorted(results.glob("*_fuzz.jsonl")):
-        run = Summary.read(path)
-        machine, total = run.environment, run.total
-        share = f"{total.slower:,} ({total.slower / total.calls:.1%})"
-        lines += [
-            f"{machine['device']}, torch {machine['torch']}, [{path.name}](results/{path.name}):",
-            f"{share} of {total.calls:,} calls take over 5 % and 1 us longer than in eager torch.",
-            f"Half of the calls are at least {total.median:.2f} times as fast as there.",
-            "",
-            "| times as fast | ours | torch | direction | call |",
-            "|---:|---:|---:|---|---|",
-        ]
-        for one in run.slower[:count]:
-            ours, theirs = min(one.pairs, key=lambda pair: pair[1] / pair[0])
-            cells = f"{one.speedup:.2f}", duration(ours), duration(theirs), one.direction
-            lines.append(f"| {' | '.join(cells)} | `{one.call}` |")
-        lines.append("")
-    return "\n".join(lines)
+    run = Summary.read(path)
+    machine, total = run.environment, run.total
+    share = f"{total.slower:,} ({total.slower / total.calls:.1%})"
+    lines = [
+        f"{machine['device']}, torch {machine['torch']}, [{path.name}](results/{path.name}):",
+        f"{share} of {total.calls:,} calls take over 5 % and 1 us longer than in eager torch.",
+        f"Half of the calls are at least {total.median:.2f} times as fast as there.",
+        "",
+        "| times as fast | ours | torch | direction | call |",
+        "|---:|---:|---:|---|---|",
+    ]
+    for one in run.slower[:count]:
+        ours, theirs = min(one.pairs, key=lambda pair: pair[1] / pair[0])
+        cells = f"{one.speedup:.2f}", duration(ours), duration(theirs), one.direction
+        lines.append(f"| {' | '.join(cells)} | `{one.call}` |")
+    return "\n".join([*lines, ""])
 
 
 def written(page: str, files: dict[str, Path]) -> str:
@@ -185,7 +182,8 @@ def written(page: str, files: dict[str, Path]) -> str:
         elif match["kind"] == "headlines":
             text = headlines(files)
         elif match["kind"] == "random":
-            text = random_calls(next(iter(files.values())).parent)
+            results = next(iter(files.values())).parent
+            text = random_calls(results / f"{name}_fuzz.jsonl")
         elif ops:
             text = beside(read(files[name]), ops)
         else:

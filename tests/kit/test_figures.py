@@ -125,7 +125,7 @@ def test_random_calls_that_lose_are_counted(figures: ModuleType, tmp_path: Path)
     fuzz.Summary.of({"device": "GPU", "torch": "2"}, calls).write(path)
     assert path.read_text().count("\n") == 5  # machine, total, relu, two slower calls
     assert '"calls": 4, "slower": 2, "median": 0.75' in path.read_text()
-    text = figures.random_calls(tmp_path)
+    text = figures.random_calls(path)
     assert "2 (50.0%) of 4 calls" in text
     assert "at least 0.75 times" in text
     assert re.findall(r"relu\((\d)\)", text) == ["3", "1"]
