@@ -38,7 +38,7 @@ def check(op: Callable[..., Tensor], formula: Callable[..., Tensor], inputs: lis
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "columns"), [(70001, 3), (9001, 7), (33, 15), (3000, 16)])
+@pytest.mark.parametrize(("rows", "columns"), [(70001, 3), (9001, 7), (33, 15), (3000, 40)])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_norms(rows: int, columns: int, transposed: bool, dtype: torch.dtype) -> None:
     shape = (columns,)
@@ -56,6 +56,31 @@ def test_norms(rows: int, columns: int, transposed: bool, dtype: torch.dtype) ->
     expected = F.rms_norm(total.double(), shape, w.double(), 1.0)
     error = (y.double() - expected).abs().max()
     assert error < 4 * torch.finfo(dtype).eps * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.float64])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 5), (777, 8), (70, 31), (131, 64), (33, 127)])
+def test_norms_of_spaced_rows(rows: int, columns: int, dtype: torch.dtype) -> None:
+    """NaN stays in its row, and behind the columns. The mean is 50 times the deviation."""
+    shape = (columns,)
+    x, r = torch.full((2, rows, columns + 3), torch.nan).to(dtype)[..., :columns]
+    x.copy_(torch.randn(rows, columns) + (1 if dtype.itemsize == 2 else 50))
+    r.copy_(torch.randn(rows, columns))
+    w, b = torch.randn(2, columns).to(dtype)
+    x[rows // 2, columns // 2] = torch.nan
+    finite = torch.arange(rows) != rows // 2
+    total = x + r
+    for z, (y, other) in (
+        (total, torchkiln.add_layer_norm(x, r, shape, w, b)),
+        (x, (torchkiln.layer_norm(x, shape, w, b), x)),
+    ):
+        assert torch.equal(other[finite], z[finite])
+        expected = F.layer_norm(z.double(), shape, w.double(), b.double())
+        error = (y.double() - expected)[finite].abs()
+        assert (
+            error <= 32 * torch.finfo(torch.float32).eps + y[finite].abs() * torch.finfo(dtype).eps
+        ).all()
+        assert y[~finite].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

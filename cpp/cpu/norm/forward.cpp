@@ -13,7 +13,11 @@ namespace TORCHKILN_ISA {
 namespace {
 
 // Most columns of rows that are computed as tiles.
-constexpr int64_t kTileColumns = 15;
+constexpr int64_t kTileColumns = 4;
+// Most columns of rows that are converted together, in a batch whose roots are computed together:
+// sums of 16 floats per lane. From 8 on, rows without conversions are faster one by one.
+template <class T>
+constexpr int64_t kBatchColumns = (sizeof(T) == 2 ? 16 : 8) * kLanes<float>;
 // Columns per block, which stay in the L1 cache between the two passes over it.
 constexpr int64_t kBlockColumns = 2048;
 
@@ -118,7 +122,7 @@ void norm_row(const Norm& p, int64_t row, T* y) {
   });
 }
 
-/// Rounds a tile to T, and converts it back.
+/// Rounds elements to T, and converts them back.
 template <class T>
 void round_tile(Compute<T>* tile, int64_t elements) {
   T rounded[kTile];
@@ -126,9 +130,43 @@ void round_tile(Compute<T>* tile, int64_t elements) {
   widen_run(tile, rounded, 1, elements);
 }
 
-/// Mean, its rounding error and rstd of the rows of a tile.
+/// The moments of rows: mean, its rounding error and rstd.
 template <class C>
-void tile_moments(const Norm& p, const ShortRows& rows, const C* z, C* mean, C* low, C* rstd) {
+struct RowMoments {
+  C mean[kMostTileRows] = {}, low[kMostTileRows] = {}, rstd[kMostTileRows] = {};
+
+  /// Stores the statistics of `count` rows from `first` on, where they are wanted.
+  void store(const Norm& p, int64_t first, int64_t count) const {
+    for (int64_t k = 0; p.mean != nullptr && k < count; ++k)
+      static_cast<C*>(p.mean)[first + k] = mean[k] + low[k];
+    if (p.rstd != nullptr) std::copy_n(rstd, count, static_cast<C*>(p.rstd) + first);
+  }
+};
+
+/// Reads `count` rows, one after another, and adds the residual, if there is one.
+template <class T>
+void read_rows(const Norm& p, int64_t first, int64_t count, Compute<T>* z) {
+  using C = Compute<T>;
+  const auto read = [&](C* to, const auto* from, int64_t stride) {
+    if (stride == p.columns) return widen_run(to, from, 1, count * p.columns);
+    for (int64_t row = 0; row < count; ++row)
+      widen_run(to + row * p.columns, from + row * stride, 1, p.columns);
+  };
+  read(z, static_cast<const T*>(p.x) + first * p.x_row_stride, p.x_row_stride);
+  if (p.residual == nullptr) return;
+  C added[kTile];
+  with_residual<T>(p, first,
+                   [&](const auto* residual) { read(added, residual, p.residual_row_stride); });
+  const int64_t elements = count * p.columns;
+  for (int64_t i = 0; i < elements; ++i) z[i] += added[i];
+  T* const sum = static_cast<T*>(p.sum) + first * p.columns;
+  narrow_run(sum, z, elements);
+  if constexpr (!std::is_same_v<T, C>) widen_run(z, sum, 1, elements);
+}
+
+/// The moments of the rows of a tile.
+template <class C>
+void tile_moments(const Norm& p, const ShortRows& rows, const C* z, RowMoments<C>& m) {
   double means[kMostTileRows] = {}, squares[kMostTileRows] = {};
   const int64_t width = rows.width;
   const double eps = p.eps, count = static_cast<double>(rows.columns);
@@ -147,48 +185,124 @@ void tile_moments(const Norm& p, const ShortRows& rows, const C* z, C* mean, C* 
   }
 #pragma GCC ivdep
   for (int64_t k = 0; k < width; ++k) {
-    mean[k] = static_cast<C>(means[k]);
-    low[k] = static_cast<C>(means[k] - static_cast<double>(mean[k]));
-    rstd[k] = static_cast<C>(1 / std::sqrt(squares[k] / count + eps));
+    m.mean[k] = static_cast<C>(means[k]);
+    m.low[k] = static_cast<C>(means[k] - static_cast<double>(m.mean[k]));
+    m.rstd[k] = static_cast<C>(1 / std::sqrt(squares[k] / count + eps));
   }
 }
 
-/// Computes the rows begin <= row < end, which are short, into y.
+/// Computes the rows begin <= row < end, of at most kTileColumns, into y.
 template <class T>
-void short_norm(const Norm& p, int64_t begin, int64_t end, T* y) {
+void tiled_norm(const Norm& p, int64_t begin, int64_t end, T* y) {
   using C = Compute<T>;
   const ShortRows rows(p.columns, 1, p.columns);
   const int64_t width = rows.width, elements = rows.elements();
-  Tile<C> weight, bias, z, added;
+  Tile<C> weight, bias, z;
+  C natural[kTile];
   rows.read_parameters<C>(weight, p.weight, p.weight_dtype, 0, 1);
   rows.read_parameters<C>(bias, p.bias, p.weight_dtype, 0, 0);
   const C offset = static_cast<C>(p.weight_offset);
   for (int64_t i = 0; p.weight != nullptr && i < elements; ++i) weight.at[i] += offset;
-  C mean[kMostTileRows], low[kMostTileRows], rstd[kMostTileRows];
+  RowMoments<C> m;
   for (int64_t first = begin; first < end; first += rows.rows) {
     const int64_t count = std::min(rows.rows, end - first);
-    rows.read(z, static_cast<const T*>(p.x) + first * p.x_row_stride, p.x_row_stride, count);
-    if (p.residual != nullptr) {
-      with_residual<T>(p, first, [&](const auto* residual) {
-        rows.read(added, residual, p.residual_row_stride, count);
-      });
-      for (int64_t i = 0; i < elements; ++i) z.at[i] += added.at[i];
-      rows.write(static_cast<T*>(p.sum) + first * p.columns, z, count);
-      round_tile<T>(z, elements);
-    }
-    tile_moments<C>(p, rows, z, mean, low, rstd);
-    for (int64_t k = 0; p.mean != nullptr && k < count; ++k)
-      static_cast<C*>(p.mean)[first + k] = mean[k] + low[k];
-    if (p.rstd != nullptr) std::copy_n(rstd, count, static_cast<C*>(p.rstd) + first);
+    read_rows<T>(p, first, count, natural);
+    rows.read(z, natural, p.columns, count);
+    tile_moments<C>(p, rows, z, m);
+    m.store(p, first, count);
     for (int64_t at = 0; at < elements; at += width) {
 #pragma GCC ivdep
       for (int64_t k = 0; k < width; ++k)
-        z.at[at + k] = (z.at[at + k] - mean[k]) * rstd[k] - low[k] * rstd[k];
+        z.at[at + k] = (z.at[at + k] - m.mean[k]) * m.rstd[k] - m.low[k] * m.rstd[k];
     }
     if (p.rounds_normalized) round_tile<T>(z, elements);
     for (int64_t i = 0; i < elements; ++i) z.at[i] = z.at[i] * weight.at[i] + bias.at[i];
     rows.write(y + (first - begin) * p.columns, z, count);
   }
+}
+
+/// The moments of rows that lie one after another, as in moments().
+template <class C>
+void batch_moments(const Norm& p, const C* z, int64_t count, RowMoments<C>& m) {
+  const int64_t columns = p.columns;
+  const bool is_centered = p.centered;
+  const double inverse_count = 1 / static_cast<double>(columns), eps = p.eps;
+  // Sums of the distances from `mean`, then their moments. All rows take the same vector loop.
+  C* const totals = m.low;
+  C* const squares = m.rstd;
+  for (int64_t row = 0; row < count; ++row) {
+    const C* const from = z + row * columns;
+    Lanes<C> sum{}, square_sum{};
+    C center = 0;
+    if (is_centered) {
+      for_lanes<C>(0, columns, [&](int64_t i, auto span) {
+        sum += within<C>(load_lanes(from + i, FullStep{}), span);
+      });
+      center = static_cast<C>(static_cast<double>(lane_sum<C>(sum)) * inverse_count);
+      sum = Lanes<C>{};
+    }
+    for_lanes<C>(0, columns, [&](int64_t i, auto span) {
+      const Lanes<C> centered = within<C>(load_lanes(from + i, FullStep{}) - center, span);
+      sum += centered;
+      square_sum += centered * centered;
+    });
+    m.mean[row] = center;
+    totals[row] = is_centered ? lane_sum<C>(sum) : C(0);
+    squares[row] = lane_sum<C>(square_sum);
+  }
+  const int64_t lanes = (count + 15) / 16 * 16;
+#pragma GCC ivdep
+  for (int64_t row = 0; row < lanes; ++row) {
+    const double center = static_cast<double>(m.mean[row]);
+    const double total = static_cast<double>(totals[row]), remainder = total * inverse_count;
+    const double square = static_cast<double>(squares[row]) - remainder * total;
+    m.mean[row] = static_cast<C>(center + remainder);
+    m.low[row] = static_cast<C>(center - static_cast<double>(m.mean[row]) + remainder);
+    m.rstd[row] = static_cast<C>(1 / std::sqrt(square * inverse_count + eps));
+  }
+}
+
+/// Computes the rows begin <= row < end, of at most kBatchColumns, into y. Registers are read and
+/// written whole: the last one of a row reaches into the next row, which is written after it.
+template <class T>
+void batched_norm(const Norm& p, int64_t begin, int64_t end, T* y) {
+  using C = Compute<T>;
+  const int64_t columns = p.columns, rows = std::min(kTile / columns, kMostTileRows);
+  C weight[kBatchColumns<T> + kLanes<C>], bias[kBatchColumns<T> + kLanes<C>];
+  const auto read_parameter = [&](C* to, const void* from, C offset, C otherwise) {
+    std::fill_n(to, kBatchColumns<T> + kLanes<C>, otherwise);
+    if (from == nullptr) return;
+    const C* const run = read_run(to, from, 0, 1, columns, p.weight_dtype);
+    for (int64_t i = 0; i < columns; ++i) to[i] = run[i] + offset;
+  };
+  read_parameter(weight, p.weight, static_cast<C>(p.weight_offset), C(1));
+  read_parameter(bias, p.bias, C(-0.0), C(0));
+  C z[kTile + kLanes<C>] = {}, results[kTile + kLanes<C>];
+  RowMoments<C> m;
+  const bool is_rounded = p.rounds_normalized;
+  for (int64_t first = begin; first < end; first += rows) {
+    const int64_t count = std::min(rows, end - first);
+    read_rows<T>(p, first, count, z);
+    batch_moments<C>(p, z, count, m);
+    m.store(p, first, count);
+    for (int64_t row = 0; row < count; ++row) {
+      const C mean = m.mean[row], rstd = m.rstd[row], shift = -m.low[row] * rstd;
+      const C* const from = z + row * columns;
+      C* const to = results + row * columns;
+      for (int64_t i = 0; i < columns; i += kLanes<C>) {
+        Lanes<C> n = (load_lanes(from + i, FullStep{}) - mean) * rstd + shift;
+        if (is_rounded) n = round_lanes<T>(n);
+        const Lanes<C> scaled = n * load_lanes(weight + i, FullStep{});
+        store_lanes(to + i, scaled + load_lanes(bias + i, FullStep{}), FullStep{});
+      }
+    }
+    narrow_run(y + (first - begin) * columns, results, count * columns);
+  }
+}
+
+template <class T>
+void short_norm(const Norm& p, int64_t begin, int64_t end, T* y) {
+  p.columns <= kTileColumns ? tiled_norm<T>(p, begin, end, y) : batched_norm<T>(p, begin, end, y);
 }
 
 /// Computes short rows, and quantises them if E4M3 is wanted.
@@ -197,9 +311,10 @@ void short_norms(const Norm& p, int64_t begin, int64_t end) {
   if (p.data == nullptr)
     return short_norm<T>(p, begin, end, static_cast<T*>(p.y) + begin * p.columns);
   if constexpr (sizeof(T) <= 4) {
-    T y[kTileColumns * kMostTileRows];
-    for (int64_t first = begin; first < end; first += kMostTileRows) {
-      const int64_t last = std::min(first + kMostTileRows, end);
+    T y[kTile];
+    const int64_t rows = kTile / p.columns;
+    for (int64_t first = begin; first < end; first += rows) {
+      const int64_t last = std::min(first + rows, end);
       short_norm<T>(p, first, last, y);
       for (int64_t row = first; row < last; ++row)
         quantize_row(y + (row - first) * p.columns, p.columns, p.data + row * p.columns,
@@ -213,7 +328,7 @@ void short_norms(const Norm& p, int64_t begin, int64_t end) {
 Status norm(const Norm& p, int64_t begin, int64_t end) {
   return dispatch_weighted(p.dtype, p.weight_dtype, [&](auto tag, auto weight_tag) {
     using T = typename decltype(tag)::type;
-    if (p.columns <= kTileColumns) {
+    if (p.columns <= kBatchColumns<T>) {
       short_norms<T>(p, begin, end);
       return Status{};
     }
