@@ -83,6 +83,34 @@ def test_norms_of_spaced_rows(rows: int, columns: int, dtype: torch.dtype) -> No
         assert y[~finite].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.float64])
+@pytest.mark.parametrize("gap", [0, 3])
+@pytest.mark.parametrize("columns", [4, 5, 16, 17, 31, 48, 127, 128, 129])
+def test_softmax(columns: int, gap: int, dtype: torch.dtype) -> None:
+    x = torch.randn(3001, columns + gap).mul(4).to(dtype)[:, :columns]
+    for op in ("softmax", "log_softmax"):
+        check(
+            lambda x, op=op: getattr(torchkiln, op)(x, 1, scale=0.5),
+            lambda x, op=op: getattr(F, op)(x * 0.5, 1),
+            [x],
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [5, 16, 40])
+def test_softmax_of_rows_that_are_not_finite(columns: int, dtype: torch.dtype) -> None:
+    """Infinity and NaN act on their row alone."""
+    x = torch.randn(100, columns).to(dtype)
+    x[3] = -torch.inf
+    x[10, 1] = -torch.inf
+    x[50, 2] = torch.inf
+    x[70, columns - 1] = torch.nan
+    for op in ("softmax", "log_softmax"):
+        found, expected = getattr(torchkiln, op)(x, 1), getattr(F, op)(x.double(), 1)
+        assert torch.equal(found.isnan(), expected.isnan())
+        torch.testing.assert_close(found, expected.to(dtype), equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("tokens", "columns", "groups"), [(30001, 2, 1), (5000, 12, 4), (40, 900, 450), (50, 700, 1)]

@@ -1,6 +1,7 @@
 #include <memory>
 #include <new>
 
+#include "softmax/batch.h"
 #include "softmax/rows.h"
 
 namespace torchkiln::cpu {
@@ -105,6 +106,10 @@ Status softmax(const Softmax& p, int64_t begin, int64_t end) {
     using T = typename decltype(tag)::type;
     const T* x = static_cast<const T*>(p.x);
     T* y = static_cast<T*>(p.y);
+    if (has_batches(p)) {
+      softmax_batches(p, x, y, begin, end);
+      return Status{};
+    }
     const Columns<const T> x_columns = columns_of(p, x);
     const Columns<T> y_columns = contiguous_columns_of(p, y);
     std::unique_ptr<Compute<T>[]> power_buffer;
