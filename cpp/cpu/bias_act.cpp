@@ -92,27 +92,33 @@ void strip_backward(const BiasActBackward& p, int64_t first_row, int64_t last_ro
   }
 }
 
-int64_t chunk_count(const BiasActBackward& p) {
-  constexpr int64_t kChunkElements = 1 << 15;  // take longer than the start of a thread
-  constexpr int64_t kMaxChunks = 64;
-  return std::clamp<int64_t>(p.rows * p.columns / kChunkElements, 1,
-                             std::clamp<int64_t>(p.rows, 1, kMaxChunks));
-}
-
-/// The split of the rows into chunks. The workspace has the column sums of each chunk: in double,
-/// or in the compute type if the chunk is one strip high.
+/// The split into tasks: chunks of rows, of which each has parts of the columns. The workspace has
+/// the column sums of each chunk: in double, or in the compute type if the chunk is one strip high.
+/// A chunk has at least the rows of a strip, because with fewer, writing and reading its sums takes
+/// as long as its rows.
 struct ChunkPlan {
   int64_t chunks;
   int64_t rows_per_chunk;
+  int64_t parts;
+  int64_t columns_per_part;
   int64_t fold;  // rows that are computed as one
   bool has_blocks;
 
-  explicit ChunkPlan(const BiasActBackward& p)
-      : chunks(chunk_count(p)),
-        rows_per_chunk((p.rows + chunks - 1) / chunks),
-        fold(p.columns <= kShortRow ? kRun / p.columns : 1),
-        has_blocks(rows_per_chunk > strip_rows()) {}
+  explicit ChunkPlan(const BiasActBackward& p) {
+    constexpr int64_t kTaskElements = 1 << 15;  // take longer than the start of a thread
+    constexpr int64_t kMaxTasks = 64;
+    const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+    const int64_t tasks = std::clamp<int64_t>(p.rows * p.columns / kTaskElements, 1, kMaxTasks);
+    chunks = std::clamp<int64_t>(ceil_div(p.rows, kStripRows), 1, tasks);
+    rows_per_chunk = ceil_div(p.rows, chunks);
+    const int64_t strips = std::max<int64_t>(ceil_div(p.columns, kStripColumns), 1);
+    columns_per_part = ceil_div(strips, std::min(strips, tasks / chunks)) * kStripColumns;
+    parts = std::max<int64_t>(ceil_div(p.columns, columns_per_part), 1);
+    fold = p.columns <= kShortRow ? kRun / p.columns : 1;
+    has_blocks = rows_per_chunk > strip_rows();
+  }
 
+  int64_t tasks() const { return chunks * parts; }
   int64_t strip_rows() const { return kStripRows * fold; }
   int64_t block_rows() const { return kBlockRows * fold; }
 
@@ -125,15 +131,18 @@ struct ChunkPlan {
 };
 
 template <class T, class Act>
-void chunk_backward(const BiasActBackward& p, const ChunkPlan& plan, int64_t chunk) {
+void task_backward(const BiasActBackward& p, const ChunkPlan& plan, int64_t task) {
   using C = Compute<T>;
+  const int64_t chunk = task / plan.parts;
+  const int64_t left = task % plan.parts * plan.columns_per_part;
+  const int64_t right = std::min(left + plan.columns_per_part, p.columns);
   const int64_t first = std::min(chunk * plan.rows_per_chunk, p.rows);
   const int64_t last = std::min(first + plan.rows_per_chunk, p.rows);
   C strip_sum[kStripColumns];
   double block_sum[kStripColumns];
   const auto for_strips = [&](const auto& body) {
-    for (int64_t column = 0; column < p.columns; column += kStripColumns)
-      body(column, std::min(kStripColumns, p.columns - column));
+    for (int64_t column = left; column < right; column += kStripColumns)
+      body(column, std::min(kStripColumns, right - column));
   };
   const auto sum_strip = [&](int64_t row, int64_t end, int64_t column, int64_t width, C* sum) {
     C folded[kRun];
@@ -154,7 +163,7 @@ void chunk_backward(const BiasActBackward& p, const ChunkPlan& plan, int64_t chu
     return;
   }
   double* const chunk_sum = plan.sums<double>(p, chunk, 0);
-  if (chunk_sum != nullptr) std::fill_n(chunk_sum, p.columns, 0.0);
+  if (chunk_sum != nullptr) std::fill_n(chunk_sum + left, right - left, 0.0);
   for (int64_t block = first; block < last; block += plan.block_rows()) {
     const int64_t end = std::min(block + plan.block_rows(), last);
     for_strips([&](int64_t column, int64_t width) {
@@ -202,8 +211,8 @@ Status bias_act_backward(const BiasActBackward& p, int64_t begin, int64_t end) {
     with_activation(
         p.activation,
         [&](auto act) {
-          for (int64_t chunk = begin; chunk < end; ++chunk)
-            chunk_backward<T, typename decltype(act)::type>(p, plan, chunk);
+          for (int64_t task = begin; task < end; ++task)
+            task_backward<T, typename decltype(act)::type>(p, plan, task);
         },
         Activations{});
     return Status{};
@@ -245,10 +254,10 @@ TORCHKILN_CPU_ENTRY(bias_act_backward_finish,
 
 Split split(const BiasActBackward& p) {
   const TORCHKILN_ISA::ChunkPlan plan(p);
-  if (p.grad_bias == nullptr) return {plan.chunks, 0, 0};
+  if (p.grad_bias == nullptr) return {plan.tasks(), 0, 0};
   const bool in_double = plan.has_blocks || p.dtype == Dtype::float64;
   const auto sums = static_cast<size_t>(plan.chunks * p.columns);
-  return {plan.chunks, sums * (in_double ? sizeof(double) : sizeof(float)), p.columns};
+  return {plan.tasks(), sums * (in_double ? sizeof(double) : sizeof(float)), p.columns};
 }
 
 #endif
