@@ -292,7 +292,7 @@ PATTERNS = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("width", [2, 6, 12, 37, 130, 333, 422, 1100])
+@pytest.mark.parametrize("width", [2, 6, 12, 16, 37, 64, 130, 333, 422, 1100])
 @pytest.mark.parametrize("name", PATTERNS)
 def test_rows_of_any_width(device: torch.device, name: str, width: int, dtype: torch.dtype) -> None:
     """Product and gradients agree with float64: all sizes of vectors, several warps per row, and

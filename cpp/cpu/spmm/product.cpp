@@ -118,23 +118,46 @@ double dot_of_columns(const T* left, const T* right, int64_t stride, int64_t cou
   return sum;
 }
 
+// Most registers of a short row, which are held while a loop runs over the entries of the row.
+constexpr int kHeld = 8;
+
+/// Loads register `k` of a row; lanes beyond the end are zero.
+template <class T>
+Lanes<Compute<T>> load_register(const T* row, int64_t k, int64_t width) {
+  using C = Compute<T>;
+  const int64_t at = k * kLanes<C>;
+  return at + kLanes<C> <= width ? load_lanes(row + at, FullStep{})
+                                 : load_lanes(row + at, PartialStep{width - at});
+}
+
+/// Calls body(std::integral_constant<int, registers>{}) for rows of at most kHeld registers.
+/// Returns false, and does nothing, for longer rows, and without elements.
+template <class C, class Body, int count = 1>
+bool with_registers(int64_t width, const Body& body) {
+  if (width == 0) return false;
+  if (width <= count * kLanes<C>) {
+    body(std::integral_constant<int, count>{});
+    return true;
+  }
+  if constexpr (count < kHeld) return with_registers<C, Body, count + 1>(width, body);
+  return false;
+}
+
 /// The products of one row of `left` with rows of `right`, for rows that fit in `count` registers:
 /// the row of `left` is converted once.
 template <int count, class T, class Index>
 void dots_of_short_rows(const T* left, const T* right, int64_t row_stride, int64_t width,
                         const RowEntries<Index>& entries, T* out) {
   using C = Compute<T>;
-  constexpr int64_t kWhole = (count - 1) * kLanes<C>;  // elements in registers that are filled
-  const PartialStep rest{width - kWhole};
   Lanes<C> held[count];
-  for (int k = 0; k < count - 1; ++k) held[k] = load_lanes(left + k * kLanes<C>, FullStep{});
-  held[count - 1] = load_lanes(left + kWhole, rest);
+  for (int k = 0; k < count; ++k) held[k] = load_register(left, k, width);
   for (int64_t e = entries.begin; e < entries.end; ++e) {
     const T* const from = right + static_cast<int64_t>(entries.col[e]) * row_stride;
-    Lanes<C> sum = held[count - 1] * load_lanes(from + kWhole, rest);
+    Lanes<C> sum = held[count - 1] * load_register(from, count - 1, width);
     for (int k = 0; k < count - 1; ++k)
       sum += held[k] * load_lanes(from + k * kLanes<C>, FullStep{});
-    narrow(out + e, static_cast<double>(lane_sum<C>(sum)));
+    const C total = lane_sum<C>(sum);
+    narrow_run(out + e, &total, 1);
   }
 }
 
@@ -151,17 +174,15 @@ Status sampled_rows(const SampledProduct& p, int64_t begin, int64_t end) {
     }
     const RowEntries<Index> entries(p.pattern, matrix, row);
     T* out = static_cast<T*>(p.out) + matrix * p.pattern.entries;
-    if (summed == 1 && p.column_stride == 1 && p.width < 4 * kLanes<C>) {
-      constexpr decltype(&dots_of_short_rows<1, T, Index>) kDots[] = {
-          dots_of_short_rows<1, T, Index>, dots_of_short_rows<2, T, Index>,
-          dots_of_short_rows<3, T, Index>, dots_of_short_rows<4, T, Index>};
-      if (entries.begin < entries.end)
-        kDots[p.width / kLanes<C>](
-            static_cast<const T*>(p.left.data) + matrix * p.left.batch_stride +
-                row * p.left.row_stride,
-            static_cast<const T*>(p.right.data) + matrix * p.right.batch_stride, p.right.row_stride,
-            p.width, entries, out);
-      continue;
+    if (entries.begin == entries.end) continue;
+    if (summed == 1 && p.column_stride == 1) {
+      const T* const left = static_cast<const T*>(p.left.data) + matrix * p.left.batch_stride +
+                            row * p.left.row_stride;
+      const T* const right = static_cast<const T*>(p.right.data) + matrix * p.right.batch_stride;
+      const bool is_short = with_registers<C>(p.width, [&](auto count) {
+        dots_of_short_rows<count>(left, right, p.right.row_stride, p.width, entries, out);
+      });
+      if (is_short) continue;
     }
     for (int64_t e = entries.begin; e < entries.end; ++e) {
       double sum = 0;
@@ -209,6 +230,25 @@ struct ColumnPlan {
   }
 };
 
+/// Adds a row of at most `count` registers, times the value of each entry, to the sums of the
+/// entry's column.
+template <int count, class T, class Index>
+void add_short_row(const T* x, const T* values, int64_t width, const RowEntries<Index>& entries,
+                   Compute<T>* sums, int64_t pitch) {
+  using C = Compute<T>;
+  if (entries.begin == entries.end) return;
+  Lanes<C> held[count];
+  for (int k = 0; k < count; ++k) held[k] = load_register(x, k, width);
+  for (int64_t e = entries.begin; e < entries.end; ++e) {
+    C* const to = sums + static_cast<int64_t>(entries.col[e]) * pitch;
+    const C weight = static_cast<C>(widen(values[e]));
+    for (int k = 0; k < count; ++k) {
+      C* const sum = to + k * kLanes<C>;
+      store_lanes(sum, load_lanes(sum, FullStep{}) + weight * held[k], FullStep{});
+    }
+  }
+}
+
 template <class T, class Index>
 Status sum_chunk(const SpmmColumns& p, const ColumnPlan& plan, int64_t chunk) {
   using C = Compute<T>;
@@ -221,6 +261,10 @@ Status sum_chunk(const SpmmColumns& p, const ColumnPlan& plan, int64_t chunk) {
   for (int64_t row = first; row < last; ++row) {
     const RowEntries<Index> entries(p.pattern, 0, row);
     const T* const x = static_cast<const T*>(p.x.data) + row * p.x.row_stride;
+    const bool is_short = with_registers<C>(p.width, [&](auto count) {
+      add_short_row<count>(x, values, p.width, entries, sums, plan.pitch);
+    });
+    if (is_short) continue;
     for_lanes<C>(0, p.width, [&](int64_t at, auto step) {
       const Lanes<C> lanes = load_lanes(x + at, step);
       for (int64_t e = entries.begin; e < entries.end; ++e) {
