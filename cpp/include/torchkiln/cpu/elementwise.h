@@ -17,6 +17,13 @@ namespace torchkiln::cpu::TORCHKILN_ISA {
 // Maximum number of elements per run.
 inline constexpr int64_t kRun = 512;
 
+// Elements of float16 that are computed together: a register of float.
+#ifdef __AVX512F__
+inline constexpr int64_t kHalves = 16;
+#else
+inline constexpr int64_t kHalves = 8;
+#endif
+
 // Rows of at most this many elements are computed together.
 inline constexpr int64_t kShortRow = kRun / 4;
 
@@ -170,10 +177,59 @@ void store_rows(Out* to, const SpacedRows& rows, const C* results, int64_t count
   }
 }
 
+/// Whether all operands are float16 without gaps along dimension 0, and rows are not short. Then a
+/// loop converts, computes and rounds a register at a time.
+template <class Out, int Inputs, int Outputs>
+bool has_float16_runs(const Elementwise<Inputs, Outputs>& arguments) {
+  if (!std::is_same_v<Out, Half> || Outputs != 1 || arguments.layout.rank == 0) return false;
+  bool found = !Cursor<Inputs, Outputs>::has_short_rows(arguments.layout) &&
+               arguments.layout.out_stride[0][0] == 1;
+  for (int k = 0; k < Inputs; ++k)
+    found = found && arguments.in_dtype[k] == Dtype::float16 && arguments.layout.stride[k][0] == 1;
+  return found;
+}
+
+/// Computes `count` elements, at most a register, of float16 operands.
+template <class Functor, int Inputs, size_t... K>
+void apply_float16(const Functor& functor, Half* out, const Half* const (&in)[Inputs], int64_t at,
+                   int64_t count, std::index_sequence<K...>) {
+  float values[Inputs][kHalves], results[kHalves];
+  (widen_run(values[K], in[K] + at, /*stride=*/1, count), ...);
+#pragma GCC ivdep
+  for (int64_t i = 0; i < count; ++i) results[i] = functor(values[K][i]...);
+  narrow_run(out + at, results, count);
+}
+
+/// elementwise() of operands for which has_float16_runs() is true.
+template <class Functor, int Inputs>
+void elementwise_float16(const Functor& functor, const Elementwise<Inputs, 1>& arguments,
+                         int64_t begin, int64_t end) {
+  constexpr auto kInputs = std::make_index_sequence<Inputs>{};
+  Cursor<Inputs, 1> cursor(arguments.layout, begin);
+  for (int64_t at = begin; at < end;) {
+    const int64_t count = cursor.run_length(arguments.layout, end - at, end - at);
+    Half* const out = static_cast<Half*>(arguments.out[0]) + cursor.out_offset[0];
+    const Half* in[Inputs];
+    for (int k = 0; k < Inputs; ++k)
+      in[k] = static_cast<const Half*>(arguments.in[k]) + cursor.offset[k];
+    int64_t i = 0;
+    for (; i + kHalves <= count; i += kHalves) apply_float16(functor, out, in, i, kHalves, kInputs);
+    if (i < count) apply_float16(functor, out, in, i, count - i, kInputs);
+    cursor.advance(arguments.layout, count);
+    at += count;
+  }
+}
+
 template <class Out, class Functor, int Inputs, int Outputs>
 Status elementwise(const Functor& functor, const Elementwise<Inputs, Outputs>& arguments,
                    int64_t begin, int64_t end) {
   using C = Compute<Out>;
+  if constexpr (std::is_same_v<Out, Half> && Outputs == 1) {
+    if (has_float16_runs<Out>(arguments)) {
+      elementwise_float16(functor, arguments, begin, end);
+      return {};
+    }
+  }
   const Layout<Inputs, Outputs>& layout = arguments.layout;
   Cursor<Inputs, Outputs> cursor(layout, begin);
   InputRun<C> inputs[Inputs];
