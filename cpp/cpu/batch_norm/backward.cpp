@@ -59,22 +59,34 @@ void task_sums(const BatchNormBackward& p, const ChannelPlan& plan, int64_t task
   const int64_t pixels = p.layout.inner;
   GradientSums* const to = sums_of(p, task / plan.groups);
   ArgumentGradient<T> gradient(p);
+  // Sums of each element of a row, or of one channel.
   double sums[kChannelRun], products[kChannelRun];
-  C result[kChannelRun];
+  C block_sums[kChannelRun], block_products[kChannelRun], result[kChannelRun];
+  int64_t rows = 0;
   for_each_task_run(
       p.layout, plan, task,
       [&](int64_t at, int64_t count, int64_t channel, bool is_first) {
+        const int64_t slots = one_channel ? 1 : count;
         if (is_first) {
-          std::fill_n(sums, one_channel ? kSums : count, 0.0);
-          std::fill_n(products, one_channel ? kSums : count, 0.0);
+          std::fill_n(sums, slots, 0.0);
+          std::fill_n(products, slots, 0.0);
+          std::fill_n(block_sums, slots, C(0));
+          std::fill_n(block_products, slots, C(0));
+          rows = 0;
         }
         gradient.read(p, at, count, channel * pixels);
         const C* const g = gradient.g;
-        const C* const from_mean = gradient.from_mean;
-        add_run(sums, products, one_channel, count, [&](int64_t i) {
-          const auto each = static_cast<double>(g[i]);
-          return Pair<double>{each, each * static_cast<double>(from_mean[i])};
-        });
+        if (one_channel) {
+          const Pair<double> of_run = run_sums(g, gradient.from_mean, count);
+          sums[0] += of_run.first;
+          products[0] += of_run.second;
+        } else {
+          add_row(block_sums, block_products, g, gradient.from_mean, count);
+          if (++rows % kBlockRows == 0) {
+            end_block(sums, block_sums, count);
+            end_block(products, block_products, count);
+          }
+        }
         if (!p.training && p.grad_x != nullptr) {
           const C* const scale = gradient.factors.scale;
 #pragma GCC ivdep
@@ -86,9 +98,11 @@ void task_sums(const BatchNormBackward& p, const ChannelPlan& plan, int64_t task
       },
       [&](int64_t width, int64_t channel) {
         if (one_channel) {
-          to[channel] = {total_of(sums), total_of(products)};
+          to[channel] = {sums[0], products[0]};
           return;
         }
+        end_block(sums, block_sums, width * pixels);
+        end_block(products, block_products, width * pixels);
         for (int64_t i = 0; i < width; ++i) {
           GradientSums all{};
           for (int64_t k = i * pixels; k < (i + 1) * pixels; ++k) {

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <initializer_list>
 
-#include "detail/simd.h"
+#include "detail/simd_row.h"
 #include "torchkiln/core/functors.h"
 #include "torchkiln/cpu/half.h"
 #include "torchkiln/kernels/batch_norm.h"
@@ -19,7 +19,7 @@ inline constexpr int64_t kChannelRun = 512;
 
 // Channels of fewer pixels are computed together, with factors for each element: a loop over the
 // pixels of one channel would take longer to start than to run.
-inline constexpr int64_t kFewPixels = 32;
+inline constexpr int64_t kFewPixels = 128;
 
 /// Whether the elements of a sample are one row: runs of it have several channels.
 inline bool has_rows(const ChannelLayout& layout) { return layout.inner < kFewPixels; }
@@ -173,6 +173,41 @@ void add_run(double* first, double* second, bool one_channel, int64_t count, con
   }
 }
 
+/// The sums of g and of g * (x - mean) over a run of one channel, in blocks of the compute type.
+template <class C>
+Pair<double> run_sums(const C* g, const C* from_mean, int64_t count) {
+  double totals[2];
+  sum_lanes<C>(totals, count, [&](int64_t i, auto part, auto& sums) {
+    const Lanes<C> each = load_lanes(g + i, part);
+    sums[0] += each;
+    sums[1] += each * load_lanes(from_mean + i, part);
+  });
+  return {totals[0], totals[1]};
+}
+
+// Rows per block. The sums of a block have the compute type, and are added in double.
+inline constexpr int64_t kBlockRows = 16;
+
+/// Adds g and g * (x - mean) of a row to the sums of a block, for each element.
+template <class C>
+void add_row(C* sums, C* products, const C* g, const C* from_mean, int64_t count) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < count; ++i) {
+    sums[i] += g[i];
+    products[i] += g[i] * from_mean[i];
+  }
+}
+
+/// Adds the sums of a block to those in double, and sets them to 0.
+template <class C>
+void end_block(double* sums, C* block, int64_t count) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < count; ++i) {
+    sums[i] += static_cast<double>(block[i]);
+    block[i] = C(0);
+  }
+}
+
 /// The total of the running sums of one channel.
 inline double total_of(const double* sums) {
   return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
@@ -218,11 +253,10 @@ class ChannelFactors {
       C own[kChannelRun];
       std::copy_n(to, (skipped + count + pixels - 1) / pixels, own);
       const C* from = own;
-      for (int64_t i = 0, pixel = skipped; i < count; ++i) {
-        to[i] = *from;
-        if (++pixel < pixels) continue;
-        pixel = 0;
-        ++from;
+      for (int64_t i = 0, left = pixels - skipped; i < count; left = pixels) {
+        const int64_t length = std::min(left, count - i);
+        std::fill_n(to + i, length, *from++);
+        i += length;
       }
     }
   }

@@ -11,6 +11,9 @@
 
 namespace torchkiln::cpu::TORCHKILN_ISA {
 
+// Groups whose channels have fewer pixels are computed as rows of elements with their own factors.
+inline constexpr int64_t kFewGroupPixels = 32;
+
 /// How the groups of a call are computed.
 enum class GroupPath {
   short_rows,  // tiles of groups of few elements
@@ -21,7 +24,7 @@ enum class GroupPath {
 inline GroupPath path_of(const GroupLayout& layout) {
   if (layout.channels_last && layout.inner > 1) return GroupPath::spans;
   if (layout.count() <= kShortGroup) return GroupPath::short_rows;
-  return layout.inner < kFewPixels ? GroupPath::row : GroupPath::spans;
+  return layout.inner < kFewGroupPixels ? GroupPath::row : GroupPath::spans;
 }
 
 inline ShortRows short_rows_of(const GroupLayout& layout) {

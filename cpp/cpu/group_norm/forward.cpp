@@ -8,8 +8,6 @@ namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
 
-constexpr int64_t kBlockRows = 32;
-
 /// Sums over a group, of the distances from its first element. With distances the sum of squares
 /// loses few digits if the mean is far from 0.
 struct GroupSums {
