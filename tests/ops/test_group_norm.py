@@ -133,23 +133,14 @@ def test_groups_of_few_pixels_have_their_own_moments(pixels: int, calls: bool) -
     assert ("merge_pixels" in found) == calls
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("shape", "groups"),
-    [
-        ((70001, 1), 1),  # tiles of groups
-        ((9001, 6), 3),
-        ((40, 500, 2), 500),  # more groups than a tile has rows
-        ((1, 30001, 3), 30001),
-        ((9, 40, 3), 2),  # groups as rows
-        ((70, 1300), 2),
-        ((2, 300, 31), 1),
-    ],
-)
-def test_few_pixels_on_a_cpu(shape: tuple[int, ...], groups: int, dtype: torch.dtype) -> None:
-    x = (torch.randn(shape) + 3).to(dtype).requires_grad_()
+def check_on_a_cpu(shape: tuple[int, ...], groups: int, dtype: torch.dtype, last: bool) -> None:
+    """Compare values and gradients with float64, and the bits of one and two threads."""
+    x = (torch.randn(shape) + 3).to(dtype)
     weight, bias = (torch.randn(shape[1]).to(dtype).requires_grad_() for _ in range(2))
     grad = torch.randn(shape).to(dtype)
+    if last:
+        x, grad = (t.movedim(1, -1).contiguous().movedim(-1, 1) for t in (x, grad))
+    x.requires_grad_()
     found = []
     for threads in (1, 2):
         before = torch.get_num_threads()
@@ -165,7 +156,64 @@ def test_few_pixels_on_a_cpu(shape: tuple[int, ...], groups: int, dtype: torch.d
     for one, other, truth in zip(*found, expected, strict=True):
         assert torch.equal(one, other)
         error = (one.double() - truth).abs().max()
-        assert error < 4 * torch.finfo(dtype).eps * truth.abs().max().clamp(1)
+        usual = (x.numel() / truth.numel()) ** 0.5  # for a sum of terms of size 1
+        assert error < 4 * torch.finfo(dtype).eps * truth.abs().max().clamp(usual)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [
+        ((70001, 1), 1),  # tiles of groups
+        ((9001, 6), 3),
+        ((40, 500, 2), 500),  # more groups than a tile has rows
+        ((1, 30001, 3), 30001),
+        ((9, 40, 3), 2),  # groups as rows
+        ((70, 1300), 2),
+        ((2, 300, 31), 1),
+    ],
+)
+def test_few_pixels_on_a_cpu(shape: tuple[int, ...], groups: int, dtype: torch.dtype) -> None:
+    check_on_a_cpu(shape, groups, dtype, last=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [
+        ((301, 1, 79), 1),  # several groups per run, and samples
+        ((37, 6, 33), 2),
+        ((5, 4, 513), 2),  # planes of several runs
+        ((2, 40, 2048), 1),  # too many elements to keep their gradients
+    ],
+)
+def test_planes_on_a_cpu(shape: tuple[int, ...], groups: int, dtype: torch.dtype) -> None:
+    check_on_a_cpu(shape, groups, dtype, last=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [
+        ((1, 3, 4099), 3),  # several pixels per run; with two threads a part of the groups
+        ((1, 48, 3001), 3),
+        ((7, 5, 9), 1),  # a run has all pixels
+        ((65, 64, 8), 2),
+        ((3, 96, 2049), 3),  # blocks of rows
+        ((5, 600, 4), 3),  # more channels than a run has elements
+        ((2, 1200, 3), 2),  # pixels of several runs
+    ],
+)
+def test_channels_last_on_a_cpu(shape: tuple[int, ...], groups: int, dtype: torch.dtype) -> None:
+    check_on_a_cpu(shape, groups, dtype, last=True)
+
+
+@pytest.mark.parametrize("scale", [1e25, 1e-25])
+def test_squares_beyond_the_range_of_float32(scale: float) -> None:
+    x = torch.randn(2, 4, 99) * scale
+    found = torchkiln.group_norm(x, 2, eps=0.0)
+    expected = F.group_norm(x.double(), 2, eps=0.0)
+    torch.testing.assert_close(found, expected.float())
 
 
 def test_an_infinite_weight_of_short_groups() -> None:

@@ -1,37 +1,12 @@
 #include <cmath>
 
-#include "batch_norm/common.h"
+#include "batch_norm/moments.h"
 #include "detail/bitmask.h"
 #include "torchkiln/cpu/isa.h"
 
 namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
-
-/// The moments of numbers: count, mean, and sum of squared distances from the mean.
-struct Moments {
-  double count;
-  double mean;
-  double squares;
-};
-
-/// The moments of numbers from sums of their distances from `origin`, which is one of them. With
-/// distances the sum of squares loses few digits if the mean is far from 0.
-Moments moments_of(double count, double origin, double sum, double squares) {
-  const double from_origin = sum / count;
-  return {count, origin + from_origin, std::max(squares - sum * from_origin, squares * 0)};
-}
-
-/// Merges the moments of two sets of numbers. The sum of squares grows by the squared distance of
-/// their means times n1 n2 / (n1 + n2).
-Moments merged(const Moments& a, const Moments& b) {
-  if (a.count == 0) return b;
-  const double count = a.count + b.count;
-  const double distance = b.mean - a.mean;
-  const double share = b.count / count;
-  return {count, a.mean + distance * share,
-          a.squares + b.squares + distance * distance * share * a.count};
-}
 
 template <class T>
 void task_moments(const BatchNorm& p, const ChannelPlan& plan, int64_t task) {
@@ -41,35 +16,32 @@ void task_moments(const BatchNorm& p, const ChannelPlan& plan, int64_t task) {
   const int64_t part = task / plan.groups;
   Moments* const to = static_cast<Moments*>(p.workspace) + part * p.layout.channels;
   double sums[kChannelRun], squares[kChannelRun], origins[kChannelRun], count = 0;
+  Moments of_channel{};
   C buffer[kChannelRun];
   for_each_task_run(
       p.layout, plan, task,
       [&](int64_t at, int64_t length, int64_t, bool is_first) {
         const C* const x = read_run(buffer, p.x, at, 1, length, p.dtype);
-        if (is_first) {
-          const int64_t slots = one_channel ? kSums : length;
-          count = 0;
-          std::fill_n(sums, slots, 0.0);
-          std::fill_n(squares, slots, 0.0);
-          for (int64_t i = 0; i < slots; ++i)
-            origins[i] = static_cast<double>(x[one_channel ? 0 : i / pixels * pixels]);
-        }
-        count += static_cast<double>(one_channel ? length : pixels);
-        const auto pair = [](double distance) {
-          return Pair<double>{distance, distance * distance};
-        };
         if (one_channel) {
-          const double origin = origins[0];
-          add_run(sums, squares, true, length,
-                  [&](int64_t i) { return pair(static_cast<double>(x[i]) - origin); });
-        } else {
-          add_run(sums, squares, false, length,
-                  [&](int64_t i) { return pair(static_cast<double>(x[i]) - origins[i]); });
+          of_channel = merged(is_first ? Moments{} : of_channel, run_moments(x, length));
+          return;
         }
+        if (is_first) {
+          count = 0;
+          std::fill_n(sums, length, 0.0);
+          std::fill_n(squares, length, 0.0);
+          for (int64_t i = 0; i < length; ++i)
+            origins[i] = static_cast<double>(x[i / pixels * pixels]);
+        }
+        count += static_cast<double>(pixels);
+        add_run(sums, squares, false, length, [&](int64_t i) {
+          const double distance = static_cast<double>(x[i]) - origins[i];
+          return Pair<double>{distance, distance * distance};
+        });
       },
       [&](int64_t width, int64_t channel) {
         if (one_channel) {
-          to[channel] = moments_of(count, origins[0], total_of(sums), total_of(squares));
+          to[channel] = of_channel;
           return;
         }
         for (int64_t i = 0; i < width; ++i) {

@@ -18,200 +18,227 @@ inline constexpr int64_t kFewGroupPixels = 32;
 enum class GroupPath {
   short_rows,  // tiles of groups of few elements
   row,         // a group as one row, whose elements have factors of their own
-  spans,       // planes, or rows of adjacent channels
+  planes,      // one channel after another
+  spans,       // rows of adjacent channels
 };
 
 inline GroupPath path_of(const GroupLayout& layout) {
   if (layout.channels_last && layout.inner > 1) return GroupPath::spans;
   if (layout.count() <= kShortGroup) return GroupPath::short_rows;
-  return layout.inner < kFewGroupPixels ? GroupPath::row : GroupPath::spans;
+  return layout.inner < kFewGroupPixels ? GroupPath::row : GroupPath::planes;
 }
 
 inline ShortRows short_rows_of(const GroupLayout& layout) {
   return {layout.count(), layout.groups, layout.channels_per_group()};
 }
 
-/// The layout of the same groups with a single channel in each.
-inline GroupLayout as_rows(const GroupLayout& layout) {
-  return {layout.batch, layout.groups, layout.groups, layout.count(), false};
-}
-
-/// A span: whole groups of a sample that are computed together. If each channel is a plane, a span
-/// is one group. If the channels of a pixel are adjacent, a span has up to kChannelRun channels.
-class GroupSpan {
- public:
-  /// A span that begins with `group` and ends at most before `end`; groups are counted over all
-  /// samples.
-  GroupSpan(const GroupLayout& layout, int64_t group, int64_t end)
-      : rows_(layout.channels_last || layout.inner == 1),
-        group_(group),
-        channels_per_group_(layout.channels_per_group()) {
-    const int64_t left = std::min(end - group, layout.groups - group % layout.groups);
-    groups_ = rows_ ? std::clamp<int64_t>(kChannelRun / channels_per_group_, 1, left) : 1;
-    first_channel_ = group % layout.groups * channels_per_group_;
-    const int64_t sample = group / layout.groups * layout.channels * layout.inner;
-    begin_ = sample + first_channel_ * (rows_ ? 1 : layout.inner);
-    count_ = rows_ ? layout.inner : channels();
-    width_ = rows_ ? channels() : layout.inner;
-    stride_ = rows_ ? layout.channels : layout.inner;
-  }
-
-  /// Whether a run has elements of adjacent channels. If not, all its elements belong to one
-  /// channel.
-  bool rows() const { return rows_; }
-  int64_t group() const { return group_; }
-  int64_t groups() const { return groups_; }
-  int64_t first_channel() const { return first_channel_; }
-  int64_t channels() const { return groups_ * channels_per_group_; }
-  int64_t elements() const { return count_ * width_; }
-  /// The index of a channel's group within the span; `channel` is counted within the span, too.
-  int64_t group_of(int64_t channel) const { return channel / channels_per_group_; }
-
-  /// Calls body(at, count, channel) for all runs. `channel` is the first channel of the run,
-  /// counted within the span.
-  template <class Body>
-  void for_each_run(const Body& body) const {
-    for (int64_t row = 0; row < count_; ++row) {
-      for (int64_t done = 0; done < width_; done += kChannelRun)
-        body(begin_ + row * stride_ + done, std::min(kChannelRun, width_ - done),
-             rows_ ? done : row);
-    }
-  }
-
- private:
-  bool rows_;
-  int64_t group_;
-  int64_t groups_;
-  int64_t channels_per_group_;
-  int64_t first_channel_;
-  int64_t begin_;
-  int64_t count_;
-  int64_t width_;
-  int64_t stride_;
-};
-
-/// Calls body(span, rows) for the spans of a range; `rows` is span.rows() as a std::bool_constant.
-template <class Body>
-void for_each_span(const GroupLayout& layout, int64_t begin, int64_t end, const Body& body) {
-  while (begin < end) {
-    const GroupSpan span(layout, begin, end);
-    if (span.rows()) {
-      body(span, std::true_type{});
-    } else {
-      body(span, std::false_type{});
-    }
-    begin += span.groups();
-  }
-}
-
-/// A value for each channel of a span.
+/// The statistics of a group: the mean, rounded; its rounding error; rstd.
 template <class C>
-using ChannelValues = std::vector<C>;
+struct GroupStatistics {
+  C mean, low, rstd;
 
-/// The values for the elements of a run: one per channel of a row, or one for the run's only
-/// channel.
-template <bool kRows, class C>
-struct RunValues {
-  const C* own;
-  C operator[](int64_t i) const { return own[i]; }
-};
-template <class C>
-struct RunValues<false, C> {
-  C own;
-  C operator[](int64_t) const { return own; }
+  /// The shift of a channel whose weight times rstd is `scale`. If the weight is infinite, its
+  /// product with the rounding error of the mean (perhaps 0) must not make the result NaN.
+  C shift(C bias, C scale) const { return bias - (scale - scale == C(0) ? low * scale : C(0)); }
 };
 
-template <bool kRows, class C>
-RunValues<kRows, C> values_of_run(const ChannelValues<C>& values, int64_t channel) {
-  if constexpr (kRows) {
-    return {values.data() + channel};
-  } else {
-    return {values[static_cast<size_t>(channel)]};
-  }
-}
-
-/// The factors of a span: the argument of the activation is (x - mean) * scale + shift.
+/// The factors of a channel: the argument of the activation is (x - mean) * scale + shift.
 template <class C>
 struct GroupFactors {
-  ChannelValues<C> mean, low, rstd, weight, scale, shift;
+  C mean, scale, shift;
+};
 
+/// The parameters of all channels and the statistics of all groups, in the compute type.
+template <class C>
+class GroupOperands {
+ public:
   template <class Problem>
-  GroupFactors(const Problem& p, const GroupSpan& span)
-      : mean(static_cast<size_t>(span.channels())),
-        low(mean),
-        rstd(mean),
-        weight(mean.size(), C(1)),
-        scale(mean),
-        shift(mean) {
-    const int64_t groups = p.layout.all_groups();
-    for (int64_t i = 0; i < span.channels(); ++i) {
-      const auto at = static_cast<size_t>(i);
-      const C* const statistics =
-          static_cast<const C*>(p.statistics) + span.group() + span.group_of(i);
-      mean[at] = statistics[0];
-      low[at] = statistics[groups];
-      rstd[at] = statistics[2 * groups];
-    }
-    const int64_t first = span.first_channel();
-    read(weight, p.weight, first, p.parameter_dtype);
-    read(shift, p.bias, first, p.parameter_dtype);
-    for (size_t i = 0; i < scale.size(); ++i) {
-      scale[i] = weight[i] * rstd[i];
-      // If the weight is infinite, its product with the rounding error of the mean (perhaps 0) must
-      // not make the result NaN.
-      if (scale[i] - scale[i] == C(0)) shift[i] -= low[i] * scale[i];
-    }
+  explicit GroupOperands(const Problem& p)
+      : layout_(p.layout),
+        statistics_(static_cast<const C*>(p.statistics)),
+        weight_(static_cast<size_t>(p.layout.channels), C(1)),
+        bias_(weight_.size(), C(0)) {
+    read(weight_, p.weight, p.parameter_dtype);
+    read(bias_, p.bias, p.parameter_dtype);
+  }
+
+  /// The statistics of a group; groups are counted over all samples.
+  GroupStatistics<C> statistics(int64_t group) const {
+    const C* const own = statistics_ + group;
+    const int64_t groups = layout_.all_groups();
+    return {own[0], own[groups], own[2 * groups]};
+  }
+  const C* weight(int64_t channel) const { return weight_.data() + channel; }
+  const C* bias(int64_t channel) const { return bias_.data() + channel; }
+
+  /// The factors of a plane; planes are counted over all samples.
+  GroupFactors<C> of_plane(int64_t plane) const {
+    const GroupStatistics<C> own = statistics(plane / layout_.channels_per_group());
+    const auto channel = static_cast<size_t>(plane % layout_.channels);
+    const C scale = weight_[channel] * own.rstd;
+    return {own.mean, scale, own.shift(bias_[channel], scale)};
   }
 
  private:
-  static void read(ChannelValues<C>& to, const void* values, int64_t first, Dtype dtype) {
+  static void read(std::vector<C>& to, const void* values, Dtype dtype) {
     if (values == nullptr) return;
     C buffer[kChannelRun];
     const auto count = static_cast<int64_t>(to.size());
     for (int64_t done = 0; done < count; done += kChannelRun) {
       const int64_t length = std::min(kChannelRun, count - done);
-      std::copy_n(read_run(buffer, values, first + done, 1, length, dtype), length,
-                  to.data() + done);
+      std::copy_n(read_run(buffer, values, done, 1, length, dtype), length, to.data() + done);
     }
+  }
+
+  GroupLayout layout_;
+  const C* statistics_;
+  std::vector<C> weight_, bias_;
+};
+
+/// Groups of planes that are computed together: at most as many elements as a run has.
+inline int64_t groups_per_run(const GroupLayout& layout) {
+  return std::max<int64_t>(kChannelRun / layout.count(), 1);
+}
+
+/// Calls body(at, plane, planes, length) for the runs of planes first <= plane < last, which are
+/// counted over all samples: some whole planes, or a part of one. `length` elements of each are in
+/// the run.
+template <class Body>
+void for_each_plane_run(int64_t pixels, int64_t first, int64_t last, const Body& body) {
+  const int64_t most = std::max<int64_t>(kChannelRun / pixels, 1);
+  for (int64_t plane = first; plane < last; plane += most) {
+    const int64_t planes = std::min(most, last - plane);
+    for (int64_t done = 0; done < pixels; done += kChannelRun)
+      body(plane * pixels + done, plane, planes, std::min(kChannelRun, pixels - done));
+  }
+}
+
+/// Adjacent channels of a sample, whose pixels are rows: whole groups with at most kChannelRun
+/// channels, or one group. A run has as many pixels as fit if it had all channels. The sums of a
+/// channel therefore have the same order in spans of any groups.
+struct GroupSpan {
+  int64_t group, groups;  // the first one, counted over all samples
+  int64_t channel, width;
+  int64_t begin, pixels, pixels_per_run;
+  SpacedRows rows;
+
+  /// A span that begins with `first` and ends at most before `end`.
+  GroupSpan(const GroupLayout& layout, int64_t first, int64_t end) : group(first) {
+    const int64_t each = layout.channels_per_group(), own = group % layout.groups;
+    groups = std::clamp<int64_t>(kChannelRun / each, 1, std::min(end - group, layout.groups - own));
+    channel = own * each;
+    width = groups * each;
+    pixels = layout.inner;
+    begin = group / layout.groups * layout.channels * pixels + channel;
+    pixels_per_run = std::clamp<int64_t>(kChannelRun / layout.channels, 1, pixels);
+    rows = {0, width, 1, layout.channels};
+  }
+
+  int64_t elements() const { return pixels * width; }
+  /// Elements of a run, or of a pixel if it has several runs.
+  int64_t slots() const { return pixels_per_run * width; }
+  bool is_dense() const { return width == rows.row_stride; }
+
+  /// Calls body(at, slot, count) for all runs. `slot` is not 0 if the run is not the first one of a
+  /// pixel.
+  template <class Body>
+  void for_each_run(const Body& body) const {
+    for (int64_t pixel = 0; pixel < pixels; pixel += pixels_per_run) {
+      const int64_t length = std::min(pixels_per_run, pixels - pixel) * width;
+      for (int64_t done = 0; done < length; done += kChannelRun) {
+        body(begin + pixel * rows.row_stride + done, done, std::min(kChannelRun, length - done));
+      }
+    }
+  }
+
+  template <class C>
+  const C* read(C* buffer, const void* from, int64_t at, int64_t count, Dtype dtype) const {
+    return read_rows<kChannelRun>(buffer, from, at, rows, count, dtype);
+  }
+
+  template <class T, class C>
+  void write(T* to, const C* from, int64_t count) const {
+    if (rows.is_run(count)) return narrow_run(to, from, count);
+    for (int64_t done = 0; done < count; done += width, to += rows.row_stride)
+      narrow_run(to, from + done, width);
+  }
+
+  /// Repeats the values of the channels for the other pixels of a run.
+  template <class C>
+  void repeat(std::vector<C>& values) const {
+    const int64_t all = slots();
+    for (int64_t filled = width; filled < all; filled *= 2)
+      std::copy_n(values.data(), std::min(filled, all - filled), values.data() + filled);
+  }
+
+  /// Adds the sums of equal channels, as a tree. They become the first `width` sums.
+  template <class C>
+  void fold(std::vector<C>& sums) const {
+    for (int64_t left = pixels_per_run; left > 1;) {
+      const int64_t half = (left + 1) / 2;
+      C* const to = sums.data();
+      const C* const from = to + half * width;
+#pragma GCC ivdep
+      for (int64_t i = 0; i < (left - half) * width; ++i) to[i] += from[i];
+      left = half;
+    }
+  }
+};
+
+/// Calls body(span) for the spans of a range of groups.
+template <class Body>
+void for_each_span(const GroupLayout& layout, int64_t begin, int64_t end, const Body& body) {
+  while (begin < end) {
+    const GroupSpan span(layout, begin, end);
+    body(span);
+    begin += span.groups;
+  }
+}
+
+/// The factors of a span for each slot.
+template <class C>
+struct SpanFactors {
+  std::vector<C> mean, scale, shift;
+
+  void load(const GroupOperands<C>& operands, const GroupSpan& span) {
+    for (auto* const each : {&mean, &scale, &shift})
+      each->resize(static_cast<size_t>(span.slots()));
+    const int64_t of_group = span.width / span.groups;
+    for (int64_t i = 0; i < span.groups; ++i) {
+      const GroupStatistics<C> own = operands.statistics(span.group + i);
+      const int64_t at = i * of_group;
+      const C* const weight = operands.weight(span.channel + at);
+      const C* const bias = operands.bias(span.channel + at);
+      C* const scales = scale.data() + at;
+      C* const shifts = shift.data() + at;
+      std::fill_n(mean.data() + at, of_group, own.mean);
+#pragma GCC ivdep
+      for (int64_t k = 0; k < of_group; ++k) {
+        scales[k] = weight[k] * own.rstd;
+        shifts[k] = own.shift(bias[k], scales[k]);
+      }
+    }
+    for (auto* const each : {&mean, &scale, &shift}) span.repeat(*each);
   }
 };
 
 /// The factors of the elements of a run of whole channels, for GroupPath::row.
 template <class C>
 struct RowFactors {
-  C mean, low, rstd;
-  C weight[kChannelRun], scale[kChannelRun], shift[kChannelRun];
+  const C* weight;  // for each channel, unlike the others
+  C scale[kChannelRun], shift[kChannelRun];
 
-  template <class Problem>
-  RowFactors(const Problem& p, int64_t group) {
-    const C* const statistics = static_cast<const C*>(p.statistics) + group;
-    mean = statistics[0];
-    low = statistics[p.layout.all_groups()];
-    rstd = statistics[2 * p.layout.all_groups()];
-  }
-
-  /// Sets the factors of `count` channels: `weight` for each channel, the others for each element.
-  template <class Problem>
-  void load(const Problem& p, int64_t channel, int64_t count) {
-    C weights[kChannelRun], biases[kChannelRun];
-    std::fill_n(weight, count, C(1));
-    C shifts[kChannelRun] = {};
-    if (p.weight != nullptr)
-      std::copy_n(read_run(weights, p.weight, channel, 1, count, p.parameter_dtype), count, weight);
-    if (p.bias != nullptr)
-      std::copy_n(read_run(biases, p.bias, channel, 1, count, p.parameter_dtype), count, shifts);
-    C scales[kChannelRun];
-    for (int64_t i = 0; i < count; ++i) {
-      scales[i] = weight[i] * rstd;
-      // For an infinite weight as in GroupFactors.
-      shifts[i] -= scales[i] - scales[i] == C(0) ? low * scales[i] : C(0);
-    }
-    const int64_t pixels = p.layout.inner;
+  /// Loads the factors of `count` channels.
+  void load(const GroupOperands<C>& operands, const GroupStatistics<C>& own, int64_t pixels,
+            int64_t channel, int64_t count) {
+    weight = operands.weight(channel);
+    const C* const bias = operands.bias(channel);
     for (int64_t pixel = 0; pixel < pixels; ++pixel) {
 #pragma GCC ivdep
       for (int64_t i = 0; i < count; ++i) {
-        scale[i * pixels + pixel] = scales[i];
-        shift[i * pixels + pixel] = shifts[i];
+        const C each = weight[i] * own.rstd;
+        scale[i * pixels + pixel] = each;
+        shift[i * pixels + pixel] = own.shift(bias[i], each);
       }
     }
   }
@@ -253,19 +280,5 @@ struct TileFactors {
     rows.read_parameters<C>(bias, p.bias, p.parameter_dtype, group, 0);
   }
 };
-
-/// Computes x - mean into from_mean[i], and the argument of the activation into z[i].
-template <bool kRows, class C>
-void read_argument(C* from_mean, C* z, const GroupFactors<C>& factors, const C* x, int64_t count,
-                   int64_t channel) {
-  const auto mean = values_of_run<kRows>(factors.mean, channel);
-  const auto scale = values_of_run<kRows>(factors.scale, channel);
-  const auto shift = values_of_run<kRows>(factors.shift, channel);
-#pragma GCC ivdep
-  for (int64_t i = 0; i < count; ++i) {
-    from_mean[i] = x[i] - mean[i];
-    z[i] = from_mean[i] * scale[i] + shift[i];
-  }
-}
 
 }  // namespace torchkiln::cpu::TORCHKILN_ISA

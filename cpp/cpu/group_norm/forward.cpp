@@ -1,6 +1,7 @@
 #include <cmath>
 #include <utility>
 
+#include "batch_norm/moments.h"
 #include "group_norm/common.h"
 #include "torchkiln/cpu/isa.h"
 
@@ -8,111 +9,150 @@ namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
 
-/// Sums over a group, of the distances from its first element. With distances the sum of squares
-/// loses few digits if the mean is far from 0.
-struct GroupSums {
-  double origin = 0;
-  double total = 0;
-  double squares = 0;
+template <class C>
+void write_statistics(const GroupNorm& p, int64_t group, const Moments& moments) {
+  const int64_t groups = p.layout.all_groups();
+  C* const to = static_cast<C*>(p.statistics) + group;
+  to[0] = static_cast<C>(moments.mean);
+  to[groups] = static_cast<C>(moments.mean - static_cast<double>(to[0]));
+  to[2 * groups] = static_cast<C>(1 / std::sqrt(moments.squares / moments.count + p.eps));
+}
+
+/// The statistics of a group whose elements are adjacent.
+template <class C>
+void dense_statistics(const GroupNorm& p, int64_t group) {
+  C buffer[kChannelRun];
+  const int64_t all = p.layout.count();
+  Moments moments{};
+  for (int64_t done = 0; done < all; done += kChannelRun) {
+    const int64_t count = std::min(kChannelRun, all - done);
+    const C* const x = read_run(buffer, p.x, group * all + done, 1, count, p.dtype);
+    moments = merged(moments, run_moments(x, count));
+  }
+  write_statistics<C>(p, group, moments);
+}
+
+template <class T>
+void plane_groups(const GroupNorm& p, int64_t begin, int64_t end) {
+  using C = Compute<T>;
+  const GroupOperands<C> operands(p);
+  const auto activation = loops_of<C>(p.activation);
+  const int64_t step = groups_per_run(p.layout), each = p.layout.channels_per_group();
+  C buffer[kChannelRun], z[kChannelRun];
+  for (int64_t group = begin; group < end; group += step) {
+    const int64_t stop = std::min(group + step, end);
+    for (int64_t i = group; i < stop; ++i) dense_statistics<C>(p, i);
+    const auto write = [&](int64_t at, int64_t plane, int64_t planes, int64_t length) {
+      const C* const x = read_run(buffer, p.x, at, 1, planes * length, p.dtype);
+      for (int64_t k = 0; k < planes; ++k) {
+        const GroupFactors<C> own = operands.of_plane(plane + k);
+        const C* const from = x + k * length;
+        C* const to = z + k * length;
+#pragma GCC ivdep
+        for (int64_t i = 0; i < length; ++i) to[i] = (from[i] - own.mean) * own.scale + own.shift;
+      }
+      activation.values(z, planes * length);
+      narrow_run(static_cast<T*>(p.y) + at, z, planes * length);
+    };
+    for_each_plane_run(p.layout.inner, group * each, stop * each, write);
+  }
+}
+
+/// Groups of spans. Its vectors keep their memory from one span to the next.
+template <class T>
+class SpanOutputs {
+ public:
+  using C = Compute<T>;
+
+  explicit SpanOutputs(const GroupNorm& p)
+      : p_(p), operands_(p), activation_(loops_of<C>(p.activation)) {}
+
+  void compute(const GroupSpan& span) {
+    add_up(span);
+    const auto count = static_cast<double>(p_.layout.count());
+    const int64_t each = p_.layout.channels_per_group();
+    for (int64_t i = 0; i < span.groups; ++i) {
+      double total[kSums] = {}, squares[kSums] = {};
+      add_run(total, squares, true, each, [&](int64_t k) {
+        const auto at = static_cast<size_t>(i * each + k);
+        return Pair<double>{sums_[at], squares_[at]};
+      });
+      const double origin = origins_[static_cast<size_t>(i * each)];
+      write_statistics<C>(p_, span.group + i,
+                          moments_of(count, origin, total_of(total), total_of(squares)));
+    }
+    factors_.load(operands_, span);
+    C buffer[kChannelRun], z[kChannelRun];
+    span.for_each_run([&](int64_t at, int64_t slot, int64_t count) {
+      const C* const x = span.read(buffer, p_.x, at, count, p_.dtype);
+      const C* const mean = factors_.mean.data() + slot;
+      const C* const scale = factors_.scale.data() + slot;
+      const C* const shift = factors_.shift.data() + slot;
+#pragma GCC ivdep
+      for (int64_t i = 0; i < count; ++i) z[i] = (x[i] - mean[i]) * scale[i] + shift[i];
+      activation_.values(z, count);
+      span.write(static_cast<T*>(p_.y) + at, static_cast<const C*>(z), count);
+    });
+  }
+
+ private:
+  /// Adds the distances of each channel from the first element of its group, and their squares.
+  void add_up(const GroupSpan& span) {
+    const auto slots = static_cast<size_t>(span.slots());
+    for (auto* const each : {&origins_, &sums_, &squares_}) each->resize(slots);
+    C buffer[kChannelRun];
+    const int64_t of_group = p_.layout.channels_per_group();
+    for (int64_t i = 0; i < span.width; i += of_group) {
+      const C* const first = read_run(buffer, p_.x, span.begin + i, 1, 1, p_.dtype);
+      std::fill_n(origins_.data() + i, of_group, static_cast<double>(*first));
+    }
+    span.repeat(origins_);
+    span.for_each_run([&](int64_t at, int64_t slot, int64_t count) {
+      const C* const x = span.read(buffer, p_.x, at, count, p_.dtype);
+      const double* const origin = origins_.data() + slot;
+      double* const sums = sums_.data() + slot;
+      double* const squares = squares_.data() + slot;
+      if (at < span.begin + span.width) {  // the first run of these slots
+        std::fill_n(sums, count, 0.0);
+        std::fill_n(squares, count, 0.0);
+      }
+      add_run(sums, squares, false, count, [&](int64_t i) {
+        const double distance = static_cast<double>(x[i]) - origin[i];
+        return Pair<double>{distance, distance * distance};
+      });
+    });
+    span.fold(sums_);
+    span.fold(squares_);
+  }
+
+  const GroupNorm& p_;
+  GroupOperands<C> operands_;
+  ActivationLoops<C> activation_;
+  SpanFactors<C> factors_;
+  std::vector<double> origins_, sums_, squares_;
 };
 
-template <bool kRows, class C>
-std::vector<GroupSums> sums_of(const GroupNorm& p, const GroupSpan& span) {
-  std::vector<GroupSums> groups(static_cast<size_t>(span.groups()));
-  ChannelValues<double> origins(static_cast<size_t>(span.channels()));
-  // Sums of the current block of rows and of all earlier blocks: for each channel of a row, or as
-  // running sums of one channel. Blocks limit the rounding error of many equal terms.
-  const auto size = static_cast<size_t>(kRows ? span.channels() : kSums);
-  std::vector<double> sums(size), squares(size), all_sums(size), all_squares(size);
-  const auto end_block = [&] {
-    for (size_t i = 0; i < size; ++i) {
-      all_sums[i] += std::exchange(sums[i], 0.0);
-      all_squares[i] += std::exchange(squares[i], 0.0);
-    }
-  };
-  int64_t rows = 0;
-  C buffer[kChannelRun];
-  bool is_first = true;
-  span.for_each_run([&](int64_t at, int64_t count, int64_t channel) {
-    const C* const x = read_run(buffer, p.x, at, 1, count, p.dtype);
-    if (is_first) {
-      for (size_t i = 0; i < origins.size(); ++i) {
-        const auto first =
-            static_cast<int64_t>(i) / p.layout.channels_per_group() * p.layout.channels_per_group();
-        origins[i] = static_cast<double>(x[kRows && first < count ? first : 0]);
-      }
-      is_first = false;
-    }
-    if (kRows && channel == 0 && ++rows % kBlockRows == 0) end_block();
-    const auto origin = values_of_run<kRows>(origins, channel);
-    const int64_t to = kRows ? channel : 0;
-    add_run(sums.data() + to, squares.data() + to, !kRows, count, [&](int64_t i) {
-      const double distance = static_cast<double>(x[i]) - origin[i];
-      return Pair<double>{distance, distance * distance};
-    });
-  });
-  end_block();
-  const int64_t width = kRows ? p.layout.channels_per_group() : kSums;
-  for (size_t i = 0; i < groups.size(); ++i) {
-    const int64_t first = static_cast<int64_t>(i) * width;
-    double total[kSums] = {}, total_squares[kSums] = {};
-    add_run(total, total_squares, true, width, [&](int64_t k) {
-      const auto at = static_cast<size_t>(first + k);
-      return Pair<double>{all_sums[at], all_squares[at]};
-    });
-    groups[i] = {origins[static_cast<size_t>(kRows ? first : 0)], total_of(total),
-                 total_of(total_squares)};
-  }
-  return groups;
-}
-
-template <bool kRows, class T>
-void write_statistics(const GroupNorm& p, const GroupSpan& span) {
-  using C = Compute<T>;
-  const auto count = static_cast<double>(p.layout.count());
-  const int64_t groups = p.layout.all_groups();
-  C* to = static_cast<C*>(p.statistics) + span.group();
-  for (const GroupSums& group : sums_of<kRows, C>(p, span)) {
-    const double from_origin = group.total / count;
-    const double rest = std::max(group.squares - group.total * from_origin, group.squares * 0);
-    const double mean = group.origin + from_origin;
-    to[0] = static_cast<C>(mean);
-    to[groups] = static_cast<C>(mean - static_cast<double>(to[0]));
-    to[2 * groups] = static_cast<C>(1 / std::sqrt(rest / count + p.eps));
-    ++to;
-  }
-}
-
-template <bool kRows, class T>
-void outputs(const GroupNorm& p, const GroupSpan& span) {
-  using C = Compute<T>;
-  const GroupFactors<C> factors(p, span);
-  C buffer[kChannelRun], from_mean[kChannelRun], z[kChannelRun];
-  const auto activation = loops_of<C>(p.activation);
-  span.for_each_run([&](int64_t at, int64_t count, int64_t channel) {
-    const C* const x = read_run(buffer, p.x, at, 1, count, p.dtype);
-    read_argument<kRows>(from_mean, z, factors, x, count, channel);
-    activation.values(z, count);
-    narrow_run(static_cast<T*>(p.y) + at, z, count);
-  });
-}
-
-/// A group as one row.
+/// Groups as rows.
 template <class T>
-void row_outputs(const GroupNorm& p, int64_t group) {
+void row_groups(const GroupNorm& p, int64_t begin, int64_t end) {
   using C = Compute<T>;
-  RowFactors<C> factors(p, group);
+  const GroupOperands<C> operands(p);
+  RowFactors<C> factors;
   C buffer[kChannelRun], z[kChannelRun];
   const auto activation = loops_of<C>(p.activation);
-  for_each_row_run(p.layout, group, [&](int64_t at, int64_t count, int64_t channel, int64_t of) {
-    factors.load(p, channel, of);
-    const C* const x = read_run(buffer, p.x, at, 1, count, p.dtype);
+  for (int64_t group = begin; group < end; ++group) {
+    dense_statistics<C>(p, group);
+    const GroupStatistics<C> own = operands.statistics(group);
+    for_each_row_run(p.layout, group, [&](int64_t at, int64_t count, int64_t channel, int64_t of) {
+      factors.load(operands, own, p.layout.inner, channel, of);
+      const C* const x = read_run(buffer, p.x, at, 1, count, p.dtype);
 #pragma GCC ivdep
-    for (int64_t i = 0; i < count; ++i)
-      z[i] = (x[i] - factors.mean) * factors.scale[i] + factors.shift[i];
-    activation.values(z, count);
-    narrow_run(static_cast<T*>(p.y) + at, z, count);
-  });
+      for (int64_t i = 0; i < count; ++i)
+        z[i] = (x[i] - own.mean) * factors.scale[i] + factors.shift[i];
+      activation.values(z, count);
+      narrow_run(static_cast<T*>(p.y) + at, z, count);
+    });
+  }
 }
 
 /// The statistics of a tile of short groups.
@@ -181,18 +221,13 @@ Status group_norm(const GroupNorm& p, int64_t begin, int64_t end) {
       return Status{};
     }
     if (path == GroupPath::row) {
-      GroupNorm one_channel = p;
-      one_channel.layout = as_rows(p.layout);
-      for (int64_t group = begin; group < end; ++group) {
-        write_statistics<false, T>(one_channel, GroupSpan(one_channel.layout, group, end));
-        row_outputs<T>(p, group);
-      }
-      return Status{};
+      row_groups<T>(p, begin, end);
+    } else if (path == GroupPath::planes) {
+      plane_groups<T>(p, begin, end);
+    } else {
+      SpanOutputs<T> outputs(p);
+      for_each_span(p.layout, begin, end, [&](const GroupSpan& span) { outputs.compute(span); });
     }
-    for_each_span(p.layout, begin, end, [&](const GroupSpan& span, auto rows) {
-      write_statistics<rows, T>(p, span);
-      outputs<rows, T>(p, span);
-    });
     return Status{};
   });
 }
