@@ -18,91 +18,129 @@ GradientSums* sums_of(const BatchNormBackward& p, int64_t part) {
   return static_cast<GradientSums*>(p.workspace) + part * p.layout.channels;
 }
 
-/// Computes g, the gradient of the argument of the activation, for runs of elements.
+/// A gradient's own memory for the numbers of a run if it has the compute type, else `buffer`.
 template <class T>
+Compute<T>* place_of(void* gradient, int64_t at, Compute<T>* buffer) {
+  if constexpr (std::is_same_v<T, Compute<T>>) {
+    if (gradient != nullptr) return static_cast<T*>(gradient) + at;
+  }
+  return buffer;
+}
+
+/// Rounds the numbers of a run, unless they have been computed in place.
+template <class T>
+void write_run(void* gradient, int64_t at, const Compute<T>* from, int64_t count) {
+  if (!std::is_same_v<T, Compute<T>>) narrow_run(static_cast<T*>(gradient) + at, from, count);
+}
+
+/// Computes g, the gradient of the argument of the activation, for runs of elements.
+template <bool kRows, class T>
 class ArgumentGradient {
  public:
   using C = Compute<T>;
-  C g[kChannelRun];
+  const C* g = nullptr;
   C from_mean[kChannelRun];
   ChannelFactors<T> factors;
 
   explicit ArgumentGradient(const BatchNormBackward& p)
       : activation_(loops_of<C>(p.activation)),
-        reads_argument_(saved_by(p.activation) != Saved::nothing) {}
+        is_linear_(saved_by(p.activation) == Saved::nothing) {}
 
+  /// Computes g and x - mean. Without an activation g is the incoming gradient.
   void read(const BatchNormBackward& p, int64_t at, int64_t count, int64_t place) {
     C buffer[kChannelRun], z[kChannelRun];
     factors.load(p, place, count);
     const C* const x = read_run(buffer, p.x, at, 1, count, p.dtype);
-#pragma GCC ivdep
-    for (int64_t i = 0; i < count; ++i) from_mean[i] = x[i] - factors.mean[i];
-    if (reads_argument_) {
-      if (p.signs != nullptr) {
-        unpack_signs(z, p.signs, at, count);
-      } else {
-        read_argument(z, factors, p.x, p.residual, at, count, p.dtype);
-      }
+    const C* const grad = read_run(grad_, p.grad, at, 1, count, p.dtype);
+    if (is_linear_ || p.signs != nullptr) {
+      read_distance(x, count);
+    } else {
+      read_argument<kRows>(from_mean, z, factors, x, p.residual, at, count, p.dtype);
     }
-    activation_.gradients(g, read_run(buffer, p.grad, at, 1, count, p.dtype), z, count);
+    g = grad;
+    if (is_linear_) return;
+    if (p.signs != nullptr) unpack_signs(z, p.signs, at, count);
+    C* const to = place_of<T>(p.grad_residual, at, grad_);
+    activation_.gradients(to, grad, z, count);
+    g = to;
+  }
+
+  /// read() for a run that has been read before: g may be in the gradient of the residual.
+  void read_again(const BatchNormBackward& p, int64_t at, int64_t count, int64_t place) {
+    if (is_linear_ || !std::is_same_v<T, C> || p.grad_residual == nullptr)
+      return read(p, at, count, place);
+    C buffer[kChannelRun];
+    factors.load(p, place, count);
+    read_distance(read_run(buffer, p.x, at, 1, count, p.dtype), count);
+    g = place_of<T>(p.grad_residual, at, grad_);
+  }
+
+  void write_residual(const BatchNormBackward& p, int64_t at, int64_t count) {
+    if (p.grad_residual == nullptr) return;
+    if (is_linear_ || !std::is_same_v<T, C>)
+      narrow_run(static_cast<T*>(p.grad_residual) + at, g, count);
   }
 
  private:
+  void read_distance(const C* x, int64_t count) {
+    const auto mean = values_of_run<kRows>(factors.mean);
+#pragma GCC ivdep
+    for (int64_t i = 0; i < count; ++i) from_mean[i] = x[i] - mean[i];
+  }
+
   ActivationLoops<C> activation_;
-  bool reads_argument_;
+  bool is_linear_;
+  C grad_[kChannelRun];
 };
 
-template <class T>
+/// The sums of the channels of a task: of each element of a row, or of one channel.
+template <bool kRows, class T>
 void task_sums(const BatchNormBackward& p, const ChannelPlan& plan, int64_t task) {
   using C = Compute<T>;
-  const bool one_channel = !has_rows(p.layout);
   const int64_t pixels = p.layout.inner;
   GradientSums* const to = sums_of(p, task / plan.groups);
-  ArgumentGradient<T> gradient(p);
-  // Sums of each element of a row, or of one channel.
+  ArgumentGradient<kRows, T> gradient(p);
   double sums[kChannelRun], products[kChannelRun];
-  C block_sums[kChannelRun], block_products[kChannelRun], result[kChannelRun];
+  C block_sums[kChannelRun], block_products[kChannelRun], buffer[kChannelRun];
   int64_t rows = 0;
+  const auto end_rows = [&](int64_t count) {
+    end_block(sums, block_sums, count);
+    end_block(products, block_products, count);
+  };
   for_each_task_run(
       p.layout, plan, task,
       [&](int64_t at, int64_t count, int64_t channel, bool is_first) {
-        const int64_t slots = one_channel ? 1 : count;
+        const int64_t slots = kRows ? count : 1;
         if (is_first) {
-          std::fill_n(sums, slots, 0.0);
-          std::fill_n(products, slots, 0.0);
-          std::fill_n(block_sums, slots, C(0));
-          std::fill_n(block_products, slots, C(0));
+          for (double* const each : {sums, products}) std::fill_n(each, slots, 0.0);
+          for (C* const each : {block_sums, block_products}) std::fill_n(each, slots, C(0));
           rows = 0;
         }
         gradient.read(p, at, count, channel * pixels);
         const C* const g = gradient.g;
-        if (one_channel) {
+        if (kRows) {
+          add_row(block_sums, block_products, g, gradient.from_mean, count);
+          if (++rows % kBlockRows == 0) end_rows(count);
+        } else {
           const Pair<double> of_run = run_sums(g, gradient.from_mean, count);
           sums[0] += of_run.first;
           products[0] += of_run.second;
-        } else {
-          add_row(block_sums, block_products, g, gradient.from_mean, count);
-          if (++rows % kBlockRows == 0) {
-            end_block(sums, block_sums, count);
-            end_block(products, block_products, count);
-          }
         }
         if (!p.training && p.grad_x != nullptr) {
-          const C* const scale = gradient.factors.scale;
+          const auto scale = values_of_run<kRows>(gradient.factors.scale);
+          C* const result = place_of<T>(p.grad_x, at, buffer);
 #pragma GCC ivdep
           for (int64_t i = 0; i < count; ++i) result[i] = g[i] * scale[i];
-          narrow_run(static_cast<T*>(p.grad_x) + at, result, count);
+          write_run<T>(p.grad_x, at, result, count);
         }
-        if (p.grad_residual != nullptr)
-          narrow_run(static_cast<T*>(p.grad_residual) + at, gradient.g, count);
+        gradient.write_residual(p, at, count);
       },
       [&](int64_t width, int64_t channel) {
-        if (one_channel) {
+        if (!kRows) {
           to[channel] = {sums[0], products[0]};
           return;
         }
-        end_block(sums, block_sums, width * pixels);
-        end_block(products, block_products, width * pixels);
+        end_rows(width * pixels);
         for (int64_t i = 0; i < width; ++i) {
           GradientSums all{};
           for (int64_t k = i * pixels; k < (i + 1) * pixels; ++k) {
@@ -139,39 +177,37 @@ void finish_channel(const BatchNormBackward& p, const ChannelPlan& plan, int64_t
   coefficients[p.layout.channels] = static_cast<C>(all.gradient / count - slope * low);
 }
 
-template <class T>
+template <bool kRows, class T>
 void input_gradients(const BatchNormBackward& p, int64_t begin, int64_t end) {
   using C = Compute<T>;
-  ArgumentGradient<T> gradient(p);
-  C result[kChannelRun], slope[kChannelRun], level[kChannelRun];
+  ArgumentGradient<kRows, T> gradient(p);
+  C buffer[kChannelRun], slopes[kChannelRun] = {}, levels[kChannelRun] = {};
   int64_t known = -1, known_count = 0;
-  const bool one_channel = !has_rows(p.layout);
   const int64_t pixels = p.layout.inner, channels = p.layout.channels;
   for_each_channel_run(p.layout, begin, end, [&](int64_t at, int64_t count, int64_t place) {
-    gradient.read(p, at, count, place);
-    const auto& factors = gradient.factors;
-    T* const to = static_cast<T*>(p.grad_x) + at;
+    gradient.read_again(p, at, count, place);
     const int64_t channel = place / pixels;
-    const int64_t key = one_channel ? channel : place;
-    if (key != known || (!one_channel && count != known_count)) {
+    const int64_t key = kRows ? place : channel;
+    if (key != known || (kRows && count != known_count)) {
       known = key;
       known_count = count;
       const C* const from = static_cast<const C*>(p.coefficients) + channel;
-      if (one_channel) {
-        std::fill_n(slope, kChannelRun, from[0]);
-        std::fill_n(level, kChannelRun, from[channels]);
-      } else {
-        const int64_t skipped = place % pixels, of = (skipped + count + pixels - 1) / pixels;
-        std::copy_n(from, of, slope);
-        std::copy_n(from + channels, of, level);
-        if (pixels > 1) ChannelFactors<T>::repeat({slope, level}, skipped, pixels, count);
-      }
+      const int64_t skipped = kRows ? place % pixels : 0;
+      const int64_t of = kRows ? (skipped + count + pixels - 1) / pixels : 1;
+      std::copy_n(from, of, slopes);
+      std::copy_n(from + channels, of, levels);
+      if (kRows && pixels > 1) ChannelFactors<T>::repeat({slopes, levels}, skipped, pixels, count);
     }
+    const auto slope = values_of_run<kRows>(slopes);
+    const auto level = values_of_run<kRows>(levels);
+    const auto scale = values_of_run<kRows>(gradient.factors.scale);
+    const C* const g = gradient.g;
+    const C* const from_mean = gradient.from_mean;
+    C* const result = place_of<T>(p.grad_x, at, buffer);
 #pragma GCC ivdep
-    for (int64_t i = 0; i < count; ++i) {
-      result[i] = (gradient.g[i] - slope[i] * gradient.from_mean[i] - level[i]) * factors.scale[i];
-    }
-    narrow_run(to, result, count);
+    for (int64_t i = 0; i < count; ++i)
+      result[i] = (g[i] - slope[i] * from_mean[i] - level[i]) * scale[i];
+    write_run<T>(p.grad_x, at, result, count);
   });
 }
 
@@ -180,8 +216,9 @@ void input_gradients(const BatchNormBackward& p, int64_t begin, int64_t end) {
 Status batch_norm_sums(const BatchNormBackward& p, int64_t begin, int64_t end) {
   const ChannelPlan plan(p.layout);
   return dispatch_floating(p.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
     for (int64_t task = begin; task < end; ++task)
-      task_sums<typename decltype(tag)::type>(p, plan, task);
+      has_rows(p.layout) ? task_sums<true, T>(p, plan, task) : task_sums<false, T>(p, plan, task);
     return Status{};
   });
 }
@@ -197,7 +234,9 @@ Status batch_norm_sums_finish(const BatchNormBackward& p, int64_t begin, int64_t
 
 Status batch_norm_backward(const BatchNormBackward& p, int64_t begin, int64_t end) {
   return dispatch_floating(p.dtype, [&](auto tag) {
-    input_gradients<typename decltype(tag)::type>(p, begin, end);
+    using T = typename decltype(tag)::type;
+    has_rows(p.layout) ? input_gradients<true, T>(p, begin, end)
+                       : input_gradients<false, T>(p, begin, end);
     return Status{};
   });
 }

@@ -213,8 +213,30 @@ inline double total_of(const double* sums) {
   return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
 }
 
-/// The factors of the elements of a run: the argument of the activation is (x - mean) * scale +
-/// shift. If the next run has the same channels, the factors are reused.
+/// The values for the elements of a run: one for each element of a row, or one for the run's only
+/// channel.
+template <bool kRows, class C>
+struct RunValues {
+  const C* own;
+  C operator[](int64_t i) const { return own[i]; }
+};
+template <class C>
+struct RunValues<false, C> {
+  C own;
+  C operator[](int64_t) const { return own; }
+};
+
+template <bool kRows, class C>
+RunValues<kRows, C> values_of_run(const C* values) {
+  if constexpr (kRows) {
+    return {values};
+  } else {
+    return {values[0]};
+  }
+}
+
+/// The factors of the elements of a run, or of its only channel: the argument of the activation is
+/// (x - mean) * scale + shift. If the next run has the same channels, the factors are reused.
 template <class T>
 class ChannelFactors {
  public:
@@ -236,13 +258,7 @@ class ChannelFactors {
     const int64_t skipped = rows ? place % pixels : 0;
     const int64_t channels = rows ? (skipped + count + pixels - 1) / pixels : 1;
     load_channels(p, channel, channels);
-    if (rows) {
-      if (pixels > 1) repeat({mean, scale, shift}, skipped, pixels, count);
-      return;
-    }
-    std::fill_n(mean, kChannelRun, mean[0]);
-    std::fill_n(scale, kChannelRun, scale[0]);
-    std::fill_n(shift, kChannelRun, shift[0]);
+    if (rows && pixels > 1) repeat({mean, scale, shift}, skipped, pixels, count);
   }
 
   /// Replaces the numbers of adjacent channels by one for each of their pixels, without the first
@@ -288,17 +304,21 @@ class ChannelFactors {
   int64_t count_ = 0;
 };
 
-/// Computes the argument of the activation into z[i]. Forward and backward call this function, so
-/// their roundings are equal.
-template <class T, class C = Compute<T>>
-void read_argument(C* z, const ChannelFactors<T>& factors, const void* x, const void* residual,
-                   int64_t at, int64_t count, Dtype dtype) {
-  C buffer[kChannelRun];
-  const C* const from = read_run(buffer, x, at, 1, count, dtype);
+/// Computes x - mean into from_mean[i], and the argument of the activation into z[i]. Forward and
+/// backward call this function, so their roundings are equal.
+template <bool kRows, class T, class C = Compute<T>>
+void read_argument(C* from_mean, C* z, const ChannelFactors<T>& factors, const C* x,
+                   const void* residual, int64_t at, int64_t count, Dtype dtype) {
+  const auto mean = values_of_run<kRows>(factors.mean);
+  const auto scale = values_of_run<kRows>(factors.scale);
+  const auto shift = values_of_run<kRows>(factors.shift);
 #pragma GCC ivdep
-  for (int64_t i = 0; i < count; ++i)
-    z[i] = (from[i] - factors.mean[i]) * factors.scale[i] + factors.shift[i];
+  for (int64_t i = 0; i < count; ++i) {
+    from_mean[i] = x[i] - mean[i];
+    z[i] = from_mean[i] * scale[i] + shift[i];
+  }
   if (residual == nullptr) return;
+  C buffer[kChannelRun];
   const C* const added = read_run(buffer, residual, at, 1, count, dtype);
 #pragma GCC ivdep
   for (int64_t i = 0; i < count; ++i) z[i] += added[i];

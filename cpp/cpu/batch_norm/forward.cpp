@@ -121,15 +121,16 @@ void merge_channel(const BatchNormMerge& p, int64_t channel) {
   move_running(p.running_var, channel, all.squares / (all.count - 1), momentum, p.running_dtype);
 }
 
-template <class T>
+template <bool kRows, class T>
 void outputs(const BatchNorm& p, int64_t begin, int64_t end) {
   using C = Compute<T>;
   ChannelFactors<T> factors;
   const auto activation = loops_of<C>(p.activation);
-  C z[kChannelRun];
+  C buffer[kChannelRun], from_mean[kChannelRun], z[kChannelRun];
   for_each_channel_run(p.layout, begin, end, [&](int64_t at, int64_t count, int64_t place) {
     factors.load(p, place, count);
-    read_argument(z, factors, p.x, p.residual, at, count, p.dtype);
+    const C* const x = read_run(buffer, p.x, at, 1, count, p.dtype);
+    read_argument<kRows>(from_mean, z, factors, x, p.residual, at, count, p.dtype);
     activation.values(z, count);
     narrow_run(static_cast<T*>(p.y) + at, z, count);
   });
@@ -165,7 +166,8 @@ Status batch_norm_merge(const BatchNormMerge& p, int64_t begin, int64_t end) {
 
 Status batch_norm(const BatchNorm& p, int64_t begin, int64_t end) {
   return dispatch_floating(p.dtype, [&](auto tag) {
-    outputs<typename decltype(tag)::type>(p, begin, end);
+    using T = typename decltype(tag)::type;
+    has_rows(p.layout) ? outputs<true, T>(p, begin, end) : outputs<false, T>(p, begin, end);
     return Status{};
   });
 }
