@@ -102,16 +102,16 @@ void task_sums(const BatchNormBackward& p, const ChannelPlan& plan, int64_t task
   ArgumentGradient<kRows, T> gradient(p);
   double sums[kChannelRun], products[kChannelRun];
   C block_sums[kChannelRun], block_products[kChannelRun], buffer[kChannelRun];
-  int64_t rows = 0;
-  const auto end_rows = [&](int64_t count) {
-    end_block(sums, block_sums, count);
-    end_block(products, block_products, count);
+  int64_t rows = 0, slots = 1;
+  const auto end_rows = [&] {
+    end_block(sums, block_sums, slots);
+    end_block(products, block_products, slots);
   };
   for_each_task_run(
       p.layout, plan, task,
       [&](int64_t at, int64_t count, int64_t channel, bool is_first) {
-        const int64_t slots = kRows ? count : 1;
         if (is_first) {
+          slots = kRows ? count : 1;
           for (double* const each : {sums, products}) std::fill_n(each, slots, 0.0);
           for (C* const each : {block_sums, block_products}) std::fill_n(each, slots, C(0));
           rows = 0;
@@ -120,7 +120,7 @@ void task_sums(const BatchNormBackward& p, const ChannelPlan& plan, int64_t task
         const C* const g = gradient.g;
         if (kRows) {
           add_row(block_sums, block_products, g, gradient.from_mean, count);
-          if (++rows % kBlockRows == 0) end_rows(count);
+          if (++rows % kBlockRows == 0) end_rows();
         } else {
           const Pair<double> of_run = run_sums(g, gradient.from_mean, count);
           sums[0] += of_run.first;
@@ -140,12 +140,14 @@ void task_sums(const BatchNormBackward& p, const ChannelPlan& plan, int64_t task
           to[channel] = {sums[0], products[0]};
           return;
         }
-        end_rows(width * pixels);
+        end_rows();
         for (int64_t i = 0; i < width; ++i) {
           GradientSums all{};
-          for (int64_t k = i * pixels; k < (i + 1) * pixels; ++k) {
-            all.gradient += sums[k];
-            all.product += products[k];
+          for (int64_t first = i * pixels; first < slots; first += width * pixels) {
+            for (int64_t k = first; k < first + pixels; ++k) {
+              all.gradient += sums[k];
+              all.product += products[k];
+            }
           }
           to[channel + i] = all;
         }
@@ -188,15 +190,14 @@ void input_gradients(const BatchNormBackward& p, int64_t begin, int64_t end) {
     gradient.read_again(p, at, count, place);
     const int64_t channel = place / pixels;
     const int64_t key = kRows ? place : channel;
-    if (key != known || (kRows && count != known_count)) {
+    if (key != known || (kRows && count > known_count)) {
       known = key;
       known_count = count;
       const C* const from = static_cast<const C*>(p.coefficients) + channel;
-      const int64_t skipped = kRows ? place % pixels : 0;
-      const int64_t of = kRows ? (skipped + count + pixels - 1) / pixels : 1;
+      const int64_t of = kRows ? ChannelFactors<T>::channels_of(p.layout, place, count) : 1;
       std::copy_n(from, of, slopes);
       std::copy_n(from + channels, of, levels);
-      if (kRows && pixels > 1) ChannelFactors<T>::repeat({slopes, levels}, skipped, pixels, count);
+      if (kRows) ChannelFactors<T>::repeat({slopes, levels}, p.layout, place, count);
     }
     const auto slope = values_of_run<kRows>(slopes);
     const auto level = values_of_run<kRows>(levels);

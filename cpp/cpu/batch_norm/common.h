@@ -29,6 +29,13 @@ inline int64_t channels_per_run(const ChannelLayout& layout) {
   return kChannelRun / std::max<int64_t>(layout.inner, 1);
 }
 
+/// Samples per run of rows. Samples of few elements are read together: a loop over one of them
+/// would take longer to start than to run.
+inline int64_t samples_per_run(const ChannelLayout& layout) {
+  const int64_t sample = layout.channels * layout.inner;
+  return has_rows(layout) ? std::max<int64_t>(kChannelRun / std::max<int64_t>(sample, 1), 1) : 1;
+}
+
 /// The split of sums over the channels into tasks. A task is a chunk of `outer`, or for few long
 /// planes a segment of each plane of the chunk, and a group of channels. The workspace has the sums
 /// of each task's channels.
@@ -76,11 +83,20 @@ struct ChannelPlan {
 
 /// Calls body(at, count, place) for runs of the elements begin <= i < end in memory. `place` is the
 /// index of a run within its sample. The runs of rows have several channels, and those with the
-/// same channels follow one another; all elements of other runs belong to one channel.
+/// same channels follow one another, or are several samples; all elements of other runs belong to
+/// one channel.
 template <class Body>
 void for_each_channel_run(const ChannelLayout& layout, int64_t begin, int64_t end,
                           const Body& body) {
   const int64_t sample = layout.channels * layout.inner;
+  if (const int64_t together = samples_per_run(layout); together > 1) {
+    for (int64_t at = begin, place = begin % sample; at < end; place = 0) {
+      const int64_t count = std::min(place > 0 ? sample - place : together * sample, end - at);
+      body(at, count, place);
+      at += count;
+    }
+    return;
+  }
   if (has_rows(layout)) {
     const int64_t step = channels_per_run(layout) * layout.inner;
     const int64_t first = begin / sample * sample;
@@ -106,8 +122,8 @@ void for_each_channel_run(const ChannelLayout& layout, int64_t begin, int64_t en
 }
 
 /// Calls body(at, count, channel, is_first) for the runs of a task: channel by channel or, for
-/// rows, for some adjacent channels at a time. is_first marks the first run of these channels;
-/// end(width, channel) is called after their last run.
+/// rows, for some adjacent channels at a time. is_first marks the first run of these channels,
+/// which is the longest; end(width, channel) is called after their last run.
 template <class Body, class End>
 void for_each_task_run(const ChannelLayout& layout, const ChannelPlan& plan, int64_t task,
                        const Body& body, const End& end) {
@@ -119,12 +135,13 @@ void for_each_task_run(const ChannelLayout& layout, const ChannelPlan& plan, int
   const int64_t channel = task % plan.groups * plan.channels_per_group;
   const int64_t last_channel = std::min(channel + plan.channels_per_group, layout.channels);
   const int64_t step = has_rows(layout) ? channels_per_run(layout) : 1;
+  const int64_t together = samples_per_run(layout);  // if several, the task has all channels
   for (int64_t c = channel; c < last_channel; c += step) {
     const int64_t width = std::min(step, last_channel - c);
     bool is_first = true;
-    for (int64_t outer = first; outer < last; ++outer) {
+    for (int64_t outer = first; outer < last; outer += together) {
       const int64_t begin = (outer * layout.channels + c) * layout.inner + skipped;
-      const int64_t length = width * pixels;
+      const int64_t length = std::min(together, last - outer) * width * pixels;
       for (int64_t done = 0; done < length; done += kChannelRun) {
         body(begin + done, std::min(kChannelRun, length - done), c, is_first);
         is_first = false;
@@ -251,29 +268,38 @@ class ChannelFactors {
     const bool rows = has_rows(p.layout);
     const int64_t pixels = p.layout.inner;
     const int64_t channel = place / pixels;
-    if (rows ? place == place_ && count == count_ : channel == channel_) return;
+    if (rows ? place == place_ && count <= count_ : channel == channel_) return;
     place_ = place;
     count_ = count;
     channel_ = channel;
-    const int64_t skipped = rows ? place % pixels : 0;
-    const int64_t channels = rows ? (skipped + count + pixels - 1) / pixels : 1;
-    load_channels(p, channel, channels);
-    if (rows && pixels > 1) repeat({mean, scale, shift}, skipped, pixels, count);
+    load_channels(p, channel, rows ? channels_of(p.layout, place, count) : 1);
+    if (rows) repeat({mean, scale, shift}, p.layout, place, count);
   }
 
-  /// Replaces the numbers of adjacent channels by one for each of their pixels, without the first
-  /// `skipped` of them.
-  static void repeat(std::initializer_list<C*> numbers, int64_t skipped, int64_t pixels,
+  /// The number of channels of a run of rows.
+  static int64_t channels_of(const ChannelLayout& layout, int64_t place, int64_t count) {
+    const int64_t pixels = layout.inner;
+    return std::min((place % pixels + count + pixels - 1) / pixels, layout.channels);
+  }
+
+  /// Replaces the numbers of the channels of a run of rows by one for each element.
+  static void repeat(std::initializer_list<C*> numbers, const ChannelLayout& layout, int64_t place,
                      int64_t count) {
+    const int64_t pixels = layout.inner;
+    const int64_t sample = std::min(count, layout.channels * pixels - place);
     for (C* const to : numbers) {
-      C own[kChannelRun];
-      std::copy_n(to, (skipped + count + pixels - 1) / pixels, own);
-      const C* from = own;
-      for (int64_t i = 0, left = pixels - skipped; i < count; left = pixels) {
-        const int64_t length = std::min(left, count - i);
-        std::fill_n(to + i, length, *from++);
-        i += length;
+      if (pixels > 1) {
+        C own[kChannelRun];
+        std::copy_n(to, channels_of(layout, place, count), own);
+        const C* from = own;
+        for (int64_t i = 0, left = pixels - place % pixels; i < sample; left = pixels) {
+          const int64_t length = std::min(left, sample - i);
+          std::fill_n(to + i, length, *from++);
+          i += length;
+        }
       }
+      for (int64_t filled = sample; filled < count; filled *= 2)
+        std::copy_n(to, std::min(filled, count - filled), to + filled);
     }
   }
 

@@ -17,6 +17,8 @@ void task_moments(const BatchNorm& p, const ChannelPlan& plan, int64_t task) {
   Moments* const to = static_cast<Moments*>(p.workspace) + part * p.layout.channels;
   double sums[kChannelRun], squares[kChannelRun], origins[kChannelRun], count = 0;
   Moments of_channel{};
+  int64_t slots = 0;
+  const int64_t sample = p.layout.channels * pixels;
   C buffer[kChannelRun];
   for_each_task_run(
       p.layout, plan, task,
@@ -28,12 +30,13 @@ void task_moments(const BatchNorm& p, const ChannelPlan& plan, int64_t task) {
         }
         if (is_first) {
           count = 0;
+          slots = length;
           std::fill_n(sums, length, 0.0);
           std::fill_n(squares, length, 0.0);
           for (int64_t i = 0; i < length; ++i)
-            origins[i] = static_cast<double>(x[i / pixels * pixels]);
+            origins[i] = static_cast<double>(x[i % sample / pixels * pixels]);
         }
-        count += static_cast<double>(pixels);
+        count += static_cast<double>(length > sample ? length / sample * pixels : pixels);
         add_run(sums, squares, false, length, [&](int64_t i) {
           const double distance = static_cast<double>(x[i]) - origins[i];
           return Pair<double>{distance, distance * distance};
@@ -47,9 +50,11 @@ void task_moments(const BatchNorm& p, const ChannelPlan& plan, int64_t task) {
         for (int64_t i = 0; i < width; ++i) {
           const int64_t first = i * pixels;
           double sum = 0, of_squares = 0;
-          for (int64_t k = first; k < first + pixels; ++k) {
-            sum += sums[k];
-            of_squares += squares[k];
+          for (int64_t at = first; at < slots; at += width * pixels) {
+            for (int64_t k = at; k < at + pixels; ++k) {
+              sum += sums[k];
+              of_squares += squares[k];
+            }
           }
           to[channel + i] = moments_of(count, origins[first], sum, of_squares);
         }
