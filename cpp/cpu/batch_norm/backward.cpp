@@ -39,27 +39,26 @@ class ArgumentGradient {
  public:
   using C = Compute<T>;
   const C* g = nullptr;
-  C from_mean[kChannelRun];
+  const C* x = nullptr;
   ChannelFactors<T> factors;
 
   explicit ArgumentGradient(const BatchNormBackward& p)
       : activation_(loops_of<C>(p.activation)),
         is_linear_(saved_by(p.activation) == Saved::nothing) {}
 
-  /// Computes g and x - mean. Without an activation g is the incoming gradient.
+  /// Reads x and computes g. Without an activation g is the incoming gradient.
   void read(const BatchNormBackward& p, int64_t at, int64_t count, int64_t place) {
-    C buffer[kChannelRun], z[kChannelRun];
+    C z[kChannelRun];
     factors.load(p, place, count);
-    const C* const x = read_run(buffer, p.x, at, 1, count, p.dtype);
+    x = read_run(x_, p.x, at, 1, count, p.dtype);
     const C* const grad = read_run(grad_, p.grad, at, 1, count, p.dtype);
-    if (is_linear_ || p.signs != nullptr) {
-      read_distance(x, count);
-    } else {
-      read_argument<kRows>(from_mean, z, factors, x, p.residual, at, count, p.dtype);
-    }
     g = grad;
     if (is_linear_) return;
-    if (p.signs != nullptr) unpack_signs(z, p.signs, at, count);
+    if (p.signs != nullptr) {
+      unpack_signs(z, p.signs, at, count);
+    } else {
+      read_argument<kRows>(z, factors, x, p.residual, at, count, p.dtype);
+    }
     C* const to = place_of<T>(p.grad_residual, at, grad_);
     activation_.gradients(to, grad, z, count);
     g = to;
@@ -69,9 +68,8 @@ class ArgumentGradient {
   void read_again(const BatchNormBackward& p, int64_t at, int64_t count, int64_t place) {
     if (is_linear_ || !std::is_same_v<T, C> || p.grad_residual == nullptr)
       return read(p, at, count, place);
-    C buffer[kChannelRun];
     factors.load(p, place, count);
-    read_distance(read_run(buffer, p.x, at, 1, count, p.dtype), count);
+    x = read_run(x_, p.x, at, 1, count, p.dtype);
     g = place_of<T>(p.grad_residual, at, grad_);
   }
 
@@ -82,15 +80,9 @@ class ArgumentGradient {
   }
 
  private:
-  void read_distance(const C* x, int64_t count) {
-    const auto mean = values_of_run<kRows>(factors.mean);
-#pragma GCC ivdep
-    for (int64_t i = 0; i < count; ++i) from_mean[i] = x[i] - mean[i];
-  }
-
   ActivationLoops<C> activation_;
   bool is_linear_;
-  C grad_[kChannelRun];
+  C x_[kChannelRun], grad_[kChannelRun];
 };
 
 /// The sums of the channels of a task: of each element of a row, or of one channel.
@@ -118,11 +110,13 @@ void task_sums(const BatchNormBackward& p, const ChannelPlan& plan, int64_t task
         }
         gradient.read(p, at, count, channel * pixels);
         const C* const g = gradient.g;
+        const C* const x = gradient.x;
+        const C* const mean = gradient.factors.mean;
         if (kRows) {
-          add_row(block_sums, block_products, g, gradient.from_mean, count);
+          add_row(block_sums, block_products, g, count, [&](int64_t i) { return x[i] - mean[i]; });
           if (++rows % kBlockRows == 0) end_rows();
         } else {
-          const Pair<double> of_run = run_sums(g, gradient.from_mean, count);
+          const Pair<double> of_run = run_sums(g, x, mean[0], count);
           sums[0] += of_run.first;
           products[0] += of_run.second;
         }
@@ -202,12 +196,13 @@ void input_gradients(const BatchNormBackward& p, int64_t begin, int64_t end) {
     const auto slope = values_of_run<kRows>(slopes);
     const auto level = values_of_run<kRows>(levels);
     const auto scale = values_of_run<kRows>(gradient.factors.scale);
+    const auto mean = values_of_run<kRows>(gradient.factors.mean);
     const C* const g = gradient.g;
-    const C* const from_mean = gradient.from_mean;
+    const C* const x = gradient.x;
     C* const result = place_of<T>(p.grad_x, at, buffer);
 #pragma GCC ivdep
     for (int64_t i = 0; i < count; ++i)
-      result[i] = (g[i] - slope[i] * from_mean[i] - level[i]) * scale[i];
+      result[i] = (g[i] - slope[i] * (x[i] - mean[i]) - level[i]) * scale[i];
     write_run<T>(p.grad_x, at, result, count);
   });
 }

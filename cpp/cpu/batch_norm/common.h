@@ -192,12 +192,12 @@ void add_run(double* first, double* second, bool one_channel, int64_t count, con
 
 /// The sums of g and of g * (x - mean) over a run of one channel, in blocks of the compute type.
 template <class C>
-Pair<double> run_sums(const C* g, const C* from_mean, int64_t count) {
+Pair<double> run_sums(const C* g, const C* x, C mean, int64_t count) {
   double totals[2];
   sum_lanes<C>(totals, count, [&](int64_t i, auto part, auto& sums) {
     const Lanes<C> each = load_lanes(g + i, part);
     sums[0] += each;
-    sums[1] += each * load_lanes(from_mean + i, part);
+    sums[1] += each * within<C>(load_lanes(x + i, part) - mean, part);
   });
   return {totals[0], totals[1]};
 }
@@ -205,13 +205,14 @@ Pair<double> run_sums(const C* g, const C* from_mean, int64_t count) {
 // Rows per block. The sums of a block have the compute type, and are added in double.
 inline constexpr int64_t kBlockRows = 16;
 
-/// Adds g and g * (x - mean) of a row to the sums of a block, for each element.
-template <class C>
-void add_row(C* sums, C* products, const C* g, const C* from_mean, int64_t count) {
+/// Adds g and g * (x - mean) of a row to the sums of a block, for each element. distance(i) is
+/// x - mean.
+template <class C, class Distance>
+void add_row(C* sums, C* products, const C* g, int64_t count, const Distance& distance) {
 #pragma GCC ivdep
   for (int64_t i = 0; i < count; ++i) {
     sums[i] += g[i];
-    products[i] += g[i] * from_mean[i];
+    products[i] += g[i] * distance(i);
   }
 }
 
@@ -330,19 +331,16 @@ class ChannelFactors {
   int64_t count_ = 0;
 };
 
-/// Computes x - mean into from_mean[i], and the argument of the activation into z[i]. Forward and
-/// backward call this function, so their roundings are equal.
+/// Computes the argument of the activation into z[i]. Forward and backward call this function, so
+/// their roundings are equal.
 template <bool kRows, class T, class C = Compute<T>>
-void read_argument(C* from_mean, C* z, const ChannelFactors<T>& factors, const C* x,
-                   const void* residual, int64_t at, int64_t count, Dtype dtype) {
+void read_argument(C* z, const ChannelFactors<T>& factors, const C* x, const void* residual,
+                   int64_t at, int64_t count, Dtype dtype) {
   const auto mean = values_of_run<kRows>(factors.mean);
   const auto scale = values_of_run<kRows>(factors.scale);
   const auto shift = values_of_run<kRows>(factors.shift);
 #pragma GCC ivdep
-  for (int64_t i = 0; i < count; ++i) {
-    from_mean[i] = x[i] - mean[i];
-    z[i] = from_mean[i] * scale[i] + shift[i];
-  }
+  for (int64_t i = 0; i < count; ++i) z[i] = (x[i] - mean[i]) * scale[i] + shift[i];
   if (residual == nullptr) return;
   C buffer[kChannelRun];
   const C* const added = read_run(buffer, residual, at, 1, count, dtype);

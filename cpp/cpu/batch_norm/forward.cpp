@@ -131,11 +131,11 @@ void outputs(const BatchNorm& p, int64_t begin, int64_t end) {
   using C = Compute<T>;
   ChannelFactors<T> factors;
   const auto activation = loops_of<C>(p.activation);
-  C buffer[kChannelRun], from_mean[kChannelRun], z[kChannelRun];
+  C buffer[kChannelRun], z[kChannelRun];
   for_each_channel_run(p.layout, begin, end, [&](int64_t at, int64_t count, int64_t place) {
     factors.load(p, place, count);
     const C* const x = read_run(buffer, p.x, at, 1, count, p.dtype);
-    read_argument<kRows>(from_mean, z, factors, x, p.residual, at, count, p.dtype);
+    read_argument<kRows>(z, factors, x, p.residual, at, count, p.dtype);
     activation.values(z, count);
     narrow_run(static_cast<T*>(p.y) + at, z, count);
   });

@@ -82,7 +82,7 @@ class PlaneGradients {
       C* const g = place_of(at);
       read(g, at, plane, planes, length);
       for (int64_t k = 0; k < planes; ++k) {
-        const Pair<double> found = run_sums(g + k * length, from_mean_ + k * length, length);
+        const Pair<double> found = run_sums(g + k * length, from_mean_ + k * length, C(0), length);
         sums_[static_cast<size_t>(plane + k - first_)] += found.first;
         products_[static_cast<size_t>(plane + k - first_)] += found.second;
       }
@@ -263,7 +263,7 @@ class SpanGradients {
       done += count;
       read(g, span, at, slot, count);
       add_row(block_sums_.data() + slot, block_products_.data() + slot, static_cast<const C*>(g),
-              static_cast<const C*>(from_mean_), count);
+              count, [&](int64_t i) { return from_mean_[i]; });
     });
     end_rows(span);
   }
