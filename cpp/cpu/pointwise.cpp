@@ -1,5 +1,6 @@
 #include "torchkiln/kernels/pointwise.h"
 
+#include "detail/transpose.h"
 #include "torchkiln/cpu/elementwise.h"
 #include "torchkiln/cpu/isa.h"
 
@@ -64,6 +65,16 @@ Status multiply_gradient(const Elementwise<3, 2>& arguments, int64_t begin, int6
   });
 }
 
+Status transpose(const Transpose& arguments, int64_t begin, int64_t end) {
+  return dispatch_floating(arguments.dtype, [&](auto tag) {
+    constexpr size_t kBytes = sizeof(typename decltype(tag)::type);
+    using U = std::conditional_t<kBytes == 2, uint16_t,
+                                 std::conditional_t<kBytes == 4, uint32_t, uint64_t>>;
+    transpose_tiles<U>(arguments, begin, end);
+    return Status{};
+  });
+}
+
 }  // namespace TORCHKILN_ISA
 
 TORCHKILN_CPU_ENTRY(add, (const Elementwise<2>& arguments, int64_t begin, int64_t end),
@@ -86,6 +97,8 @@ TORCHKILN_CPU_ENTRY(scale_shift,
                     (arguments, factor, shift, begin, end))
 TORCHKILN_CPU_ENTRY(multiply_gradient,
                     (const Elementwise<3, 2>& arguments, int64_t begin, int64_t end),
+                    (arguments, begin, end))
+TORCHKILN_CPU_ENTRY(transpose, (const Transpose& arguments, int64_t begin, int64_t end),
                     (arguments, begin, end))
 
 }  // namespace torchkiln::cpu

@@ -5,6 +5,23 @@
 struct CUstream_st;
 
 namespace torchkiln {
+
+/// A copy of transposed matrices: to[matrix][row][column] = from[matrix * matrix_stride +
+/// column * column_stride + row], where `to` is contiguous.
+struct Transpose {
+  static constexpr int64_t kSide = 64;  // most rows and columns of a tile
+
+  const void* from;
+  void* to;
+  Dtype dtype;
+  int64_t matrices, rows, columns;
+  int64_t matrix_stride, column_stride;  // elements of `from`
+
+  int64_t tiles() const {
+    return matrices * ((rows + kSide - 1) / kSide) * ((columns + kSide - 1) / kSide);
+  }
+};
+
 namespace cpu {
 
 /// out[i] = a[i] + b[i] for begin <= i < end. Ranges may run on different threads.
@@ -29,6 +46,9 @@ TORCHKILN_EXPORT Status scale_by(const Elementwise<1>& arguments, const void* fa
 /// The gradients {grad * b, grad * a}; the inputs are {grad, a, b}.
 TORCHKILN_EXPORT Status multiply_gradient(const Elementwise<3, 2>& arguments, int64_t begin,
                                           int64_t end);
+
+/// Copies the tiles begin <= tile < end.
+TORCHKILN_EXPORT Status transpose(const Transpose& arguments, int64_t begin, int64_t end);
 
 }  // namespace cpu
 
