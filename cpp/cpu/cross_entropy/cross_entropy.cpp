@@ -3,17 +3,15 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cross_entropy/columns.h"
 #include "cross_entropy/logprob.h"
+#include "cross_entropy/target.h"
 #include "detail/simd_row.h"
 #include "torchkiln/cpu/isa.h"
 
 namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
 namespace {
-
-constexpr Status kOutOfRange{
-    "target: a class is out of range; each has to be at least 0 and less than the number of "
-    "classes, or ignore_index"};
 
 /// The target distribution q of a row, except the share 1 - label_smoothing, which belongs to the
 /// target class alone.
@@ -73,27 +71,6 @@ class Distribution {
   double uniform_;
   C uniform_q_[kPiece];
 };
-
-/// Values of a target index that are not a class. kNoClass: the target is a row of probabilities;
-/// kIgnored: the row is ignored; kElsewhere: another shard has the class.
-constexpr int64_t kNoClass = -1;
-constexpr int64_t kIgnored = -2;
-constexpr int64_t kElsewhere = -3;
-
-/// Sets `index` to the target class of a row, counted from the row's first class, or to one of the
-/// values above. Returns false if the target is not a class.
-bool read_target(const ClassTarget& target, int64_t row, int64_t classes, int64_t& index) {
-  index = target.index == nullptr ? kNoClass : target.index[row];
-  if (target.index == nullptr) return true;
-  if (index == target.ignore_index) {
-    index = kIgnored;
-    return true;
-  }
-  if (index < 0 || index >= target.all_classes) return false;
-  index -= target.first_class;
-  if (index < 0 || index >= classes) index = kElsewhere;
-  return true;
-}
 
 /// 1 if no logit exceeds logits[index], else 0. NaN in the row gives 0.
 template <class T>
@@ -206,6 +183,7 @@ void row_loss(const CrossEntropy& p, const Distribution<T>& distribution, int64_
 template <class T>
 Status losses(const CrossEntropy& p, int64_t begin, int64_t end) {
   using C = Compute<T>;
+  if (has_columns(p)) return column_losses<T>(p, begin, end);
   const Distribution<T> distribution(p.target, p.classes);
   for (int64_t row = begin; row < end; ++row) {
     int64_t index;
@@ -261,6 +239,9 @@ void row_gradient(const CrossEntropyBackward& p, const Distribution<T>& distribu
 template <class T, class To>
 Status gradients(const CrossEntropyBackward& p, int64_t begin, int64_t end) {
   using C = Compute<T>;
+  if constexpr (std::is_same_v<T, To>) {
+    if (has_columns(p)) return column_gradients<T>(p, begin, end);
+  }
   const Distribution<T> distribution(p.target, p.classes);
   const C divisor = p.divisor == nullptr ? C(1) : *static_cast<const C*>(p.divisor);
   for (int64_t row = begin; row < end; ++row) {

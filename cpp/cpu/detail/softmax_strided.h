@@ -44,6 +44,14 @@ class Strip {
            first_count_ == count_;
   }
   T* row(int64_t r) const { return data_ + r * columns_.stride; }
+  /// Element r of column i.
+  T& element(int64_t r, int64_t i) const {
+    if (i < first_count_) return row(r)[i * columns_.column_stride];
+    const int64_t left = i - first_count_ + columns_.group;
+    return row(
+        r)[left / columns_.group * columns_.group_stride +
+           (left % columns_.group - (columns_.group - first_count_)) * columns_.column_stride];
+  }
 
   /// Reads element r of each column i into to[i].
   void read(int64_t r, C* to) const {

@@ -32,6 +32,14 @@ void split_rows(U* to, int64_t to_stride, const U* from, int64_t columns) {
       to[row * to_stride + column] = from[column * rows + row];
 }
 
+/// transpose_elements() for a few columns that follow one another row by row.
+template <int64_t columns, class U>
+void join_columns(U* to, const U* from, int64_t from_stride, int64_t rows) {
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t column = 0; column < columns; ++column)
+      to[row * columns + column] = from[column * from_stride + row];
+}
+
 /// Rows and columns of a square of registers of 16 bytes.
 template <class U>
 inline constexpr int64_t kSquare = 16 / sizeof(U);
@@ -96,6 +104,12 @@ void transpose_tile(U* to, int64_t to_stride, const U* from, int64_t from_stride
     if (rows == 2) return split_rows<2>(to, to_stride, from, columns);
     if (rows == 3) return split_rows<3>(to, to_stride, from, columns);
     if (rows == 4) return split_rows<4>(to, to_stride, from, columns);
+  }
+  if (columns < kSquare<U> && columns == to_stride) {
+    if (columns == 1) return join_columns<1>(to, from, from_stride, rows);
+    if (columns == 2) return join_columns<2>(to, from, from_stride, rows);
+    if (columns == 3) return join_columns<3>(to, from, from_stride, rows);
+    if (columns == 4) return join_columns<4>(to, from, from_stride, rows);
   }
   if (rows < kSquare<U> || columns < kSquare<U>)
     return transpose_elements(to, to_stride, from, from_stride, rows, columns);

@@ -136,9 +136,10 @@ struct Backward {
                        const BackwardOptions& options) {
     check_backward(grad, logits, target, options);
     if (logits.numel() == 0) return empty_gradient(logits);
-    const MaybeCopy logit_rows = class_rows(logits);
+    const RowState kept = row_state(options.state, row_count(logits), options.reduction);
+    const bool reads_columns = has_columns(logits, target, options);
+    const MaybeCopy logit_rows = reads_columns ? MaybeCopy::borrowed(logits) : class_rows(logits);
     const Tensor& rows = *logit_rows;
-    const RowState kept = row_state(options.state, rows.size(0), options.reduction);
     if (!rows.is_alias_of(logits)) {
       // `rows` is a copy that is not read again, so the gradient overwrites it.
       run_backward("cross_entropy_backward", grad, rows, target, options, kept, rows);

@@ -142,40 +142,82 @@ inline void run_sum(const char* op, const at::Tensor& where, const LossSum& argu
       [&](int64_t, int64_t) { return cpu::loss_sum(arguments); });
 }
 
-/// Sets what both passes read: the logits, their targets, and the state of the rows.
+/// Sets what both passes read, except the logits: the targets, and the state of the rows.
 template <class Problem>
-void set_rows(Problem& problem, const at::Tensor& rows, const TargetView& view,
-              const LossOptions& options, const RowState& kept) {
-  problem.logits = rows.const_data_ptr();
-  problem.dtype = dtype_of(rows);
+void set_options(Problem& problem, const TargetView& view, const LossOptions& options,
+                 const RowState& kept) {
   problem.target = view.arguments;
   problem.z_loss = options.z_loss;
-  problem.rows = rows.size(0);
-  problem.classes = rows.size(1);
-  problem.row_stride = rows.stride(0);
   problem.log_sum_exp = kept.log_sum_exp;
   problem.mass = kept.mass;
   problem.target_weight = kept.target_weight;
   problem.is_logprob = options.is_logprob;
 }
 
+/// Sets the logits, as rows of adjacent classes.
+template <class Problem>
+void set_rows(Problem& problem, const at::Tensor& rows) {
+  problem.logits = rows.const_data_ptr();
+  problem.dtype = dtype_of(rows);
+  problem.rows = rows.size(0);
+  problem.classes = rows.size(1);
+  problem.row_stride = rows.stride(0);
+}
+
+/// The dimensions of adjacent rows, for logits whose classes are not adjacent.
+inline std::optional<CollapsedDims> adjacent_rows(const at::Tensor& logits) {
+  return logits.dim() == 2 ? collapse_dims(logits, 0, 1) : collapse_dims(logits, 2, logits.dim());
+}
+
+/// Whether a CPU kernel reads the logits as they are, although their classes are not adjacent: it
+/// computes adjacent rows side by side. Fewer rows than classes are copied, because each row then
+/// is the work of one thread.
+inline bool has_columns(const at::Tensor& logits, const at::Tensor& target,
+                        const LossOptions& options) {
+  constexpr int64_t kLeast = 64;  // adjacent rows
+  if (!logits.is_cpu() || logits.dim() < 2 || logits.size(1) == 1 || logits.stride(1) == 1 ||
+      target.scalar_type() != at::kLong || options.label_smoothing != 0 || options.is_logprob ||
+      row_count(logits) < logits.size(1))
+    return false;
+  const auto rows = adjacent_rows(logits);
+  return rows && rows->stride == 1 && rows->size >= kLeast;
+}
+
+/// set_rows() for logits with has_columns().
+template <class Problem>
+void set_columns(Problem& problem, const at::Tensor& logits) {
+  problem.logits = logits.const_data_ptr();
+  problem.dtype = dtype_of(logits);
+  problem.rows = row_count(logits);
+  problem.classes = logits.size(1);
+  problem.row_stride = 1;
+  problem.layout.class_stride = logits.stride(1);
+  problem.layout.group = adjacent_rows(logits)->size;
+  problem.layout.group_stride = logits.stride(0);
+}
+
 /// Computes the loss and the state of each row, and `total` if it is not null.
 inline void run_forward(const char* op, const at::Tensor& logits, const at::Tensor& target,
                         const LossOptions& options, const at::Tensor& losses, const RowState& kept,
                         const LossSum* total = nullptr) {
-  const MaybeCopy logit_rows = class_rows(logits);
-  const at::Tensor& rows = *logit_rows;
   const TargetView view = view_target(target, options, losses.scalar_type());
   CrossEntropy arguments{};
-  set_rows(arguments, rows, view, options, kept);
+  set_options(arguments, view, options, kept);
   arguments.loss = losses.data_ptr();
   if (options.accuracy) arguments.correct = kept.correct;
   arguments.sum = kept.sum;
   arguments.scale = options.scale;
   arguments.entropy = kept.entropy;
+  MaybeCopy rows;
+  if (kept.sum == nullptr && has_columns(logits, target, options)) {
+    set_columns(arguments, logits);
+  } else {
+    rows = class_rows(logits);
+    set_rows(arguments, *rows);
+  }
   std::atomic<const char*> error{nullptr};  // of CPU threads; does not name the bad value
   launch(
-      op, rows, arguments.rows, row_grain(arguments.classes),
+      op, logits, arguments.rows, row_grain(arguments.classes),
       [&](auto stream) { return cuda::cross_entropy(arguments, total, stream); },
       [&](int64_t begin, int64_t end) {
         const Status status = cpu::cross_entropy(arguments, begin, end);
@@ -183,7 +225,7 @@ inline void run_forward(const char* op, const at::Tensor& logits, const at::Tens
         return Status{};
       });
   if (error == nullptr) {
-    if (total != nullptr && rows.is_cpu()) run_sum(op, rows, *total);
+    if (total != nullptr && logits.is_cpu()) run_sum(op, logits, *total);
     return;
   }
   if (view.arguments.index != nullptr) {
@@ -193,21 +235,23 @@ inline void run_forward(const char* op, const at::Tensor& logits, const at::Tens
   check_status(op, Status{error});
 }
 
-/// Computes the gradient of the logits into `out`, which may be `rows` itself. For a
-/// log-probability of float32 rows `out` may have half precision. An undefined `grad_entropy`
-/// counts as 0.
-inline void run_backward(const char* op, const at::Tensor& grad, const at::Tensor& rows,
+/// Computes the gradient of the logits into the rows of `out`. The logits are rows of adjacent
+/// classes, which may be `out` itself, or has_columns() is true for them. For a log-probability of
+/// float32 rows `out` may have half precision. An undefined `grad_entropy` counts as 0.
+inline void run_backward(const char* op, const at::Tensor& grad, const at::Tensor& logits,
                          const at::Tensor& target, const LossOptions& options, const RowState& kept,
                          const at::Tensor& out, const at::Tensor& grad_entropy = {}) {
-  const TargetView view = view_target(target, options, compute_dtype(rows.scalar_type()));
+  const TargetView view = view_target(target, options, compute_dtype(logits.scalar_type()));
   const bool each = options.reduction == LossReduction::none;
-  const at::Tensor grads = each ? grad.reshape({rows.size(0)}) : grad;
+  const at::Tensor grads = each ? grad.reshape({out.size(0)}) : grad;
   CrossEntropyBackward arguments{};
   arguments.grad = grads.const_data_ptr();
   arguments.grad_dtype = dtype_of(grads);
   arguments.grad_stride = each ? grads.stride(0) : 0;
   arguments.divisor = kept.divisor;
-  set_rows(arguments, rows, view, options, kept);
+  set_options(arguments, view, options, kept);
+  has_columns(logits, target, options) ? set_columns(arguments, logits)
+                                       : set_rows(arguments, logits);
   arguments.grad_logits = out.data_ptr();
   arguments.grad_logits_dtype = dtype_of(out);
   arguments.grad_logits_row_stride = out.stride(0);
@@ -217,7 +261,7 @@ inline void run_backward(const char* op, const at::Tensor& grad, const at::Tenso
     arguments.grad_entropy = grad_entropy.const_data_ptr();
   }
   launch(
-      op, rows, arguments.rows, row_grain(arguments.classes),
+      op, out, arguments.rows, row_grain(arguments.classes),
       [&](auto stream) { return cuda::cross_entropy_backward(arguments, stream); },
       [&](int64_t begin, int64_t end) {
         return cpu::cross_entropy_backward(arguments, begin, end);

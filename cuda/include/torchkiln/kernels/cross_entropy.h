@@ -23,6 +23,14 @@ struct ClassTarget {
   int64_t all_classes;  // classes of all shards; 0 if the logits are not a shard
 };
 
+/// The layout of logits whose classes are not adjacent, on a CPU: class c of row r is at r / group
+/// * group_stride + r % group * row_stride + c * class_stride.
+struct ClassLayout {
+  int64_t class_stride = 1;
+  int64_t group = 0;  // rows per group; 0: all rows are one group
+  int64_t group_stride = 0;
+};
+
 /// For each row, with lse = log(sum of exp(logits)) and w the weight of its target class (0 if the
 /// row is ignored, 1 if probabilities are given):
 ///   loss = sum over the classes of q * (lse - logits) + z_loss * w * lse^2
@@ -57,6 +65,7 @@ struct CrossEntropy {
   // ignored; of a shard the sum of exp(z - maximum) * (z - maximum) with z = scale * logits. Null
   // if not wanted.
   void* entropy = nullptr;
+  ClassLayout layout;  // not the default only without probabilities, smoothing and sum
 };
 
 /// The gradient of the logits, 0 if the row is ignored:
@@ -88,6 +97,9 @@ struct CrossEntropyBackward {
   double factor = 1;                   // `scale` of the forward
   const void* entropy = nullptr;       // [rows] from forward; null without grad_entropy
   const void* grad_entropy = nullptr;  // [rows] of the compute type; null for 0
+  // Of the logits. Not the default only without probabilities, smoothing and is_logprob, and with
+  // grad_logits in memory of its own.
+  ClassLayout layout;
 };
 
 /// The arguments with target.all_classes set to `classes` if it was 0.
