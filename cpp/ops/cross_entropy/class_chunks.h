@@ -61,7 +61,7 @@ class ClassGradients {
     if (of_x_.defined()) add_product(sum_of_x_, of_logits, logits.layer().weight, is_first_);
     is_first_ = false;
     const at::Tensor of_classes = logits.own(of_logits), part = chunk.of(weight_);
-    if (has_exact_gradient(part)) {
+    if (part.is_cpu() || has_exact_gradient(part)) {
       add_product(part, of_classes.t(), x_, /*is_first=*/true);
     } else {
       const at::Tensor product = at::empty(part.sizes(), wide_);

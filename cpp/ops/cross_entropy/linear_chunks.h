@@ -85,23 +85,59 @@ void for_each_chunk(const char* name, int64_t all, int64_t size, const Body& bod
     body(Rows{begin, std::min(size, all - begin)});
 }
 
-/// sum = a b, or sum += a b. The sum is float32 for factors of half precision.
+/// Calls body(rows) for blocks of the rows of `a`, the left factor of a product: 512 KiB in
+/// float32 per block, but at least 256 rows.
+template <class Body>
+void for_blocks_of_factor(const at::Tensor& a, int64_t columns, const Body& body) {
+  constexpr int64_t kElements = int64_t{1} << 17, kLeast = 256;
+  const int64_t size = std::max(kElements / std::max({a.size(1), columns, int64_t{1}}), kLeast);
+  for (int64_t begin = 0; begin < a.size(0); begin += size)
+    body(Rows{begin, std::min(size, a.size(0) - begin)});
+}
+
+/// A matrix in a wider dtype. A transposed matrix stays one, because a conversion reads adjacent
+/// elements faster.
+inline at::Tensor widened(const at::Tensor& matrix, at::ScalarType dtype) {
+  return matrix.stride(0) == 1 ? matrix.t().to(dtype).t() : matrix.to(dtype);
+}
+
+/// out = scale * (a b + bias), computed in float32 and rounded once.
+inline void round_product(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
+                          const MaybeTensor& bias = {}, double scale = 1) {
+  const at::Tensor wide = widened(b, at::kFloat);
+  for_blocks_of_factor(a, b.size(1), [&](const Rows& block) {
+    const at::Tensor product = at::mm(widened(block.of(a), at::kFloat), wide);
+    if (bias) product.add_(*bias);
+    if (scale != 1) product.mul_(scale);
+    block.of(out).copy_(product);
+  });
+}
+
+/// Whether torch's product takes longer than one in float32 with conversions: 4 to 90 times as long
+/// for float16 on an x86 processor without instructions for it.
+inline bool has_slow_product(const at::Tensor& out) {
+  return out.is_cpu() && out.scalar_type() == at::kHalf;
+}
+
+/// sum = a b, or sum += a b. The sum is float32 for factors of half precision. On a CPU it may have
+/// half precision if the product is the first.
 inline void add_product(at::Tensor sum, const at::Tensor& a, const at::Tensor& b, bool is_first) {
   const double beta = is_first ? 0 : 1;
   const at::ScalarType dtype = sum.scalar_type();
-  if (dtype == a.scalar_type()) {
+  const bool is_same = dtype == a.scalar_type();
+  if (is_same && a.is_cpu() && compute_dtype(dtype) != dtype) {
+    round_product(sum, a, b);
+  } else if (is_same) {
     sum.addmm_(a, b, beta);
   } else if (a.is_cuda()) {
     at::addmm_out(sum, sum, a, b, dtype, beta);
   } else {
     // Converts blocks of the factors to the dtype of the sum, because torch's CPU product would
     // round to half precision.
-    constexpr int64_t kBlock = 256;
-    const at::Tensor wide = b.to(dtype);
-    for (int64_t begin = 0; begin < a.size(0); begin += kBlock) {
-      const Rows block{begin, std::min(kBlock, a.size(0) - begin)};
-      block.of(sum).addmm_(block.of(a).to(dtype), wide, beta);
-    }
+    const at::Tensor wide = widened(b, dtype);
+    for_blocks_of_factor(a, /*columns=*/0, [&](const Rows& block) {
+      block.of(sum).addmm_(widened(block.of(a), dtype), wide, beta);
+    });
   }
 }
 
@@ -135,17 +171,7 @@ class ChunkLogits {
     rows_ = rows.count;
     if (layer_.is_wide()) return compute_wide(rows);
     product_ = part(memory_);
-    const auto [x, columns] = in_whole_tiles(rows.of(layer_.x), layer_.weight.t());
-    const double scale = layer_.softcap ? 1 : 1 / layer_.temperature;
-    const bool adds = layer_.bias && layer_.bias->scalar_type() == product_.scalar_type();
-    if (adds) {
-      at::addmm_out(product_, *layer_.bias, x, columns, scale, scale);
-    } else if (scale == 1) {
-      at::mm_out(product_, x, columns);
-    } else {
-      at::addmm_out(product_, product_, x, columns, /*beta=*/0, scale);
-    }
-    if (layer_.bias && !adds) product_.add_(*layer_.bias, scale);
+    compute_product(rows.of(layer_.x), layer_.softcap ? 1 : 1 / layer_.temperature);
     logits_ = own(product_);
     if (!layer_.softcap) return logits_;
     const at::ScalarType compute = compute_dtype(product_.scalar_type());
@@ -194,6 +220,22 @@ class ChunkLogits {
     layer_.weight = padded(op, layer_.weight, stride_, layer_.weight.size(1));
     if (layer_.bias) layer_.bias = at::constant_pad_nd(*layer_.bias, {0, stride_ - classes_});
   }
+  /// Computes the outputs of these rows of x, times `scale`, in the dtype of x.
+  void compute_product(const at::Tensor& rows, double scale) {
+    const MaybeTensor& bias = layer_.bias;
+    if (has_slow_product(product_))
+      return round_product(product_, rows, layer_.weight.t(), bias, scale);
+    const auto [x, columns] = in_whole_tiles(rows, layer_.weight.t());
+    const bool adds = bias && bias->scalar_type() == product_.scalar_type();
+    if (adds) {
+      at::addmm_out(product_, *bias, x, columns, scale, scale);
+    } else if (scale == 1) {
+      at::mm_out(product_, x, columns);
+    } else {
+      at::addmm_out(product_, product_, x, columns, /*beta=*/0, scale);
+    }
+    if (bias && !adds) product_.add_(*bias, scale);
+  }
   /// Computes logits that are not rounded to the dtype of x.
   const at::Tensor& compute_wide(const Rows& rows) {
     const at::Tensor product = part(wide_);
@@ -234,7 +276,7 @@ inline bool has_exact_gradient(const at::Tensor& weight) {
 /// Uninitialised memory for the sum that becomes the gradient of the weight.
 inline at::Tensor empty_weight_sum(const at::Tensor& weight, bool is_one_chunk) {
   const at::ScalarType dtype = weight.scalar_type();
-  const bool is_gradient = is_one_chunk && has_exact_gradient(weight);
+  const bool is_gradient = is_one_chunk && (weight.is_cpu() || has_exact_gradient(weight));
   return at::empty(weight.sizes(), weight.options().dtype(is_gradient ? weight_gradient_dtype(dtype)
                                                                       : compute_dtype(dtype)));
 }
@@ -265,7 +307,8 @@ struct LayerGradients {
     if (x.defined()) {
       at::Tensor part = rows.of(x);
       const auto [left, right] = in_whole_tiles(of_logits, layer.weight);
-      at::mm_out(part, left, right);
+      has_slow_product(part) ? round_product(part, left, right)
+                             : (void)at::mm_out(part, left, right);
     }
     if (weight.defined()) add_product(weight, of_logits.t(), rows.of(layer.x), is_first);
     if (!bias.defined()) return;
