@@ -266,7 +266,7 @@ inline bool has_columns(const CrossEntropy& p) {
   return is_plain && (p.layout.class_stride != 1 || p.classes <= kShort);
 }
 inline bool has_columns(const CrossEntropyBackward& p) {
-  constexpr int64_t kShort = 32;
+  constexpr int64_t kShort = 16;  // with more classes, exchanging the gradients takes longer
   const bool is_plain = p.target.index != nullptr && p.target.label_smoothing == 0 &&
                         p.target.all_classes == p.classes && !p.is_logprob;
   return is_plain && (p.layout.class_stride != 1 || p.classes <= kShort);
