@@ -235,8 +235,7 @@ Status bias_act_backward_finish(const BiasActBackward& p, int64_t begin, int64_t
         plan.has_blocks ? add(plan.sums<double>(p, chunk, column))
                         : add(plan.sums<C>(p, chunk, column));
       }
-      T* const to = static_cast<T*>(p.grad_bias) + column;
-      for (int64_t i = 0; i < count; ++i) narrow(to + i, sum[i]);
+      narrow_sums(static_cast<T*>(p.grad_bias) + column, sum, count);
     }
     return Status{};
   });

@@ -88,11 +88,11 @@ struct GroupBuffers {
       : n(static_cast<size_t>(columns)), gradient(n), value(n), factor(n) {}
 };
 
-/// Computes a group of grad_x and grad_gate. Adds to `sums`, the gradient of the group's weight, if
-/// it is wanted.
+/// Computes a group of grad_x and grad_gate. Sets `sums`, the gradient of the group's weight, if it
+/// is wanted, or adds to them.
 template <class T>
 void write_gradients(const GatedNormBackward& p, int64_t token, int64_t group,
-                     GroupBuffers<Compute<T>>& buffers, double* sums) {
+                     GroupBuffers<Compute<T>>& buffers, double* sums, bool adds) {
   using C = Compute<T>;
   const bool gate_first = p.gate_first;
   const int64_t first = group * p.columns;
@@ -129,7 +129,11 @@ void write_gradients(const GatedNormBackward& p, int64_t token, int64_t group,
     }
     product += sum_of_products(gradient, n, count);
     if (sums == nullptr) return;
-    for (int64_t i = 0; i < count; ++i) sums[begin + i] += static_cast<double>(terms[i]);
+    if (adds) {
+      for (int64_t i = 0; i < count; ++i) sums[begin + i] += static_cast<double>(terms[i]);
+    } else {
+      for (int64_t i = 0; i < count; ++i) sums[begin + i] = static_cast<double>(terms[i]);
+    }
   });
   const C mean = static_cast<C>(product / static_cast<double>(p.columns));
   for_each_run(p.columns, [&](int64_t begin, int64_t count) {
@@ -320,7 +324,9 @@ Status gated_norm_backward(const GatedNormBackward& p, int64_t begin, int64_t en
     const bool is_short = has_short_rows(p, {p.grad_stride, p.x_stride, p.gate_stride});
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       double* const sums = p.grad_weight == nullptr ? nullptr : sums_of(p, chunk);
-      if (sums != nullptr) std::fill_n(sums, p.groups * p.columns, 0.0);
+      // The only token of a chunk sets its sums.
+      const bool adds = is_short || chunks.tokens > 1;
+      if (sums != nullptr && adds) std::fill_n(sums, p.groups * p.columns, 0.0);
       const int64_t last = std::min((chunk + 1) * chunks.tokens, p.tokens);
       if (is_short) {
         write_short_gradients<T>(p, chunk * chunks.tokens, last, sums);
@@ -329,7 +335,7 @@ Status gated_norm_backward(const GatedNormBackward& p, int64_t begin, int64_t en
       for (int64_t token = chunk * chunks.tokens; token < last; ++token) {
         for (int64_t group = 0; group < p.groups; ++group) {
           double* const own = sums == nullptr ? nullptr : sums + group * p.columns;
-          write_gradients<T>(p, token, group, buffers, own);
+          write_gradients<T>(p, token, group, buffers, own, adds);
         }
       }
     }
@@ -341,10 +347,15 @@ Status gated_norm_backward_finish(const GatedNormBackward& p, int64_t begin, int
   const Chunks chunks(p);
   return dispatch_floating(p.weight_dtype, [&](auto tag) {
     using W = typename decltype(tag)::type;
-    for (int64_t i = begin; i < end; ++i) {
-      double sum = 0;
-      for (int64_t chunk = 0; chunk < chunks.count; ++chunk) sum += sums_of(p, chunk)[i];
-      narrow(static_cast<W*>(p.grad_weight) + i, sum);
+    double sum[kRun];
+    for (int64_t at = begin; at < end; at += kRun) {
+      const int64_t count = std::min(kRun, end - at);
+      std::fill_n(sum, count, 0.0);
+      for (int64_t chunk = 0; chunk < chunks.count; ++chunk) {
+        const double* const from = sums_of(p, chunk) + at;
+        for (int64_t i = 0; i < count; ++i) sum[i] += from[i];
+      }
+      narrow_sums(static_cast<W*>(p.grad_weight) + at, sum, count);
     }
     return Status{};
   });

@@ -137,4 +137,21 @@ inline void narrow(double* to, double value) { *to = value; }
 inline void narrow(Half* to, double value) { *to = narrow_half(sticky_float(value)); }
 inline void narrow(BFloat16* to, double value) { *to = narrow_bfloat16(sticky_float(value)); }
 
+/// Sets to[i] = from[i], rounded. float16 is rounded in runs, because g++ does not vectorise its
+/// conversion.
+template <class T>
+void narrow_sums(T* to, const double* from, int64_t count) {
+  if constexpr (std::is_same_v<T, Half>) {
+    constexpr int64_t kPart = 64;
+    float rounded[kPart];
+    for (int64_t done = 0; done < count; done += kPart) {
+      const int64_t part = std::min(kPart, count - done);
+      for (int64_t i = 0; i < part; ++i) rounded[i] = sticky_float(from[done + i]);
+      narrow_run(to + done, rounded, part);
+    }
+  } else {
+    for (int64_t i = 0; i < count; ++i) narrow(to + i, from[i]);
+  }
+}
+
 }  // namespace torchkiln::cpu::TORCHKILN_ISA

@@ -248,7 +248,7 @@ void finish(const NormBackward& p, const ChunkPlan& plan, int64_t offset, void* 
     for (int64_t chunk = 0; chunk < plan.chunks; ++chunk) {
       plan.has_blocks ? add(plan.chunk_sums(p, chunk)) : add(plan.block_sums<C>(p, chunk));
     }
-    for (int64_t i = 0; i < count; ++i) narrow(static_cast<W*>(out) + column + i, sum[i]);
+    narrow_sums(static_cast<W*>(out) + column, sum, count);
   }
 }
 
