@@ -9,6 +9,10 @@
 
 namespace torchkiln::cpu {
 namespace TORCHKILN_ISA {
+
+template <class Act, class Math, class C>
+inline constexpr bool kInRegisters<BiasActivated<Act, Math, C>> = false;
+
 namespace {
 
 // Column sums are computed in strips of 1024 columns by 16 rows. Sums of a strip have the compute

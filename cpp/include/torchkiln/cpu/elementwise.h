@@ -189,6 +189,11 @@ bool has_float16_runs(const Elementwise<Inputs, Outputs>& arguments) {
   return found;
 }
 
+/// Whether float16 is computed a register at a time; false for functors that g++ does not vectorise
+/// then.
+template <class Functor>
+inline constexpr bool kInRegisters = true;
+
 /// Computes `count` elements, at most a register, of float16 operands.
 template <class Functor, int Inputs, size_t... K>
 void apply_float16(const Functor& functor, Half* out, const Half* const (&in)[Inputs], int64_t at,
@@ -224,7 +229,7 @@ template <class Out, class Functor, int Inputs, int Outputs>
 Status elementwise(const Functor& functor, const Elementwise<Inputs, Outputs>& arguments,
                    int64_t begin, int64_t end) {
   using C = Compute<Out>;
-  if constexpr (std::is_same_v<Out, Half> && Outputs == 1) {
+  if constexpr (std::is_same_v<Out, Half> && Outputs == 1 && kInRegisters<Functor>) {
     if (has_float16_runs<Out>(arguments)) {
       elementwise_float16(functor, arguments, begin, end);
       return {};
