@@ -70,7 +70,7 @@ CPU = (
     ),
     Fault(
         *("workspace not cleared", "cpu", "cpp/cpu/bias_act.cpp"),
-        "  if (chunk_sum != nullptr) std::fill_n(chunk_sum, p.columns, 0.0);\n",
+        "  if (chunk_sum != nullptr) std::fill_n(chunk_sum + left, right - left, 0.0);\n",
         "",
         *("bias_act", "every_element_is_written@float32", "cpp/cpu/bias_act.cpp"),
     ),
