@@ -46,6 +46,21 @@ def test_special_values(device: torch.device, dtype: torch.dtype, spec: OpSpec) 
 
 @every_dtype
 @every_op
+def test_pieces_have_the_same_bits(device: torch.device, dtype: torch.dtype, spec: OpSpec) -> None:
+    """Results and gradients of an element do not depend on the loop that computes it."""
+    x = torch.randn(1003, dtype=dtype, device=device, requires_grad=True)
+    grad = torch.randn_like(x)
+    y = spec.op(x)
+    whole = y, *torch.autograd.grad(y, x, grad)
+    parts = [slice(i, i + 17) for i in range(0, 1003, 17)]
+    each = [spec.op(x[part]) for part in parts]
+    found = torch.cat(each), *torch.autograd.grad(each, x, [grad[part] for part in parts])
+    for one, other in zip(found, whole, strict=True):
+        assert torch.equal(one, other)
+
+
+@every_dtype
+@every_op
 def test_large_and_small_arguments(device: torch.device, dtype: torch.dtype, spec: OpSpec) -> None:
     """Results agree with float64 for |x| of 3 to 110, and of 0.1 down to 1e-30."""
     large = torch.linspace(3, 110, 1031, dtype=torch.float64)
