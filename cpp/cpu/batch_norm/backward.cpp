@@ -138,10 +138,13 @@ void task_sums(const BatchNormBackward& p, const ChannelPlan& plan, int64_t task
         for (int64_t i = 0; i < width; ++i) {
           GradientSums all{};
           for (int64_t first = i * pixels; first < slots; first += width * pixels) {
+            GradientSums of_sample{};
             for (int64_t k = first; k < first + pixels; ++k) {
-              all.gradient += sums[k];
-              all.product += products[k];
+              of_sample.gradient += sums[k];
+              of_sample.product += products[k];
             }
+            all.gradient += of_sample.gradient;
+            all.product += of_sample.product;
           }
           to[channel + i] = all;
         }

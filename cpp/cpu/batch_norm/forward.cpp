@@ -50,11 +50,15 @@ void task_moments(const BatchNorm& p, const ChannelPlan& plan, int64_t task) {
         for (int64_t i = 0; i < width; ++i) {
           const int64_t first = i * pixels;
           double sum = 0, of_squares = 0;
+          // A sum for each sample, because the rounding error grows with the number of terms.
           for (int64_t at = first; at < slots; at += width * pixels) {
+            double part = 0, part_of_squares = 0;
             for (int64_t k = at; k < at + pixels; ++k) {
-              sum += sums[k];
-              of_squares += squares[k];
+              part += sums[k];
+              part_of_squares += squares[k];
             }
+            sum += part;
+            of_squares += part_of_squares;
           }
           to[channel + i] = moments_of(count, origins[first], sum, of_squares);
         }
