@@ -17,7 +17,7 @@ WRITTEN = ("src/torchkiln/include", "docs/results", "docs/contract/")
 
 def listed() -> set[str]:
     """The files and folders that the page names, with OP replaced by the op's name."""
-    names = re.findall(r"`([\w/.]+/|[\w/]+\.\w+)`", PAGE.read_text(encoding="utf-8"))
+    names = re.findall(r"`([\w/.]+/|[\w/-]+\.\w+)`", PAGE.read_text(encoding="utf-8"))
     return {name.replace("OP", OP) for name in names}
 
 
