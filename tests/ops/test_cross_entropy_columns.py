@@ -85,8 +85,8 @@ def test_cross_entropy(form: str, classes: int, dtype: torch.dtype) -> None:
         target = targets(logits)
 
         def op(x: Tensor, target: Tensor = target) -> tuple[Tensor]:
-            options = {"reduction": "none", "z_loss": z_loss}
-            return (torchkiln.cross_entropy(x, target, weight, **options),)
+            y = torchkiln.cross_entropy(x, target, weight, reduction="none", z_loss=z_loss)
+            return (y,)
 
         def formula(x: Tensor, target: Tensor = target) -> tuple[Tensor]:
             wide = None if weight is None else weight.double()
