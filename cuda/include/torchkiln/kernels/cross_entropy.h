@@ -65,7 +65,7 @@ struct CrossEntropy {
   // ignored; of a shard the sum of exp(z - maximum) * (z - maximum) with z = scale * logits. Null
   // if not wanted.
   void* entropy = nullptr;
-  ClassLayout layout;  // not the default only without probabilities, smoothing and sum
+  ClassLayout layout;  // the default for probabilities, smoothing, and with `sum`
 };
 
 /// The gradient of the logits, 0 if the row is ignored:
@@ -97,8 +97,8 @@ struct CrossEntropyBackward {
   double factor = 1;                   // `scale` of the forward
   const void* entropy = nullptr;       // [rows] from forward; null without grad_entropy
   const void* grad_entropy = nullptr;  // [rows] of the compute type; null for 0
-  // Of the logits. Not the default only without probabilities, smoothing and is_logprob, and with
-  // grad_logits in memory of its own.
+  // Layout of the logits. It is the default for probabilities, smoothing, is_logprob, and if
+  // grad_logits is the memory of the logits.
   ClassLayout layout;
 };
 
