@@ -4,11 +4,10 @@
 // short to be vectorised one by one, and for rows whose classes are not adjacent.
 
 #include <algorithm>
-#include <limits>
 
 #include "cross_entropy/logprob.h"
 #include "cross_entropy/target.h"
-#include "detail/softmax_strided.h"
+#include "detail/columns.h"
 #include "detail/transpose.h"
 
 namespace torchkiln::cpu::TORCHKILN_ISA {
@@ -50,99 +49,6 @@ class ExchangedRows {
   C scale_;
   int64_t first_ = 0;
   C rows_[kColumnBlock][kColumns];
-};
-
-/// Logits that are read row by row.
-template <class T>
-struct ReadRows : BufferedRows<T> {
-  using BufferedRows<T>::BufferedRows;
-  void read(int64_t, int64_t) {}
-};
-
-/// For each column the maximum of its scaled logits z, the sum of exp(z - shift) and, if
-/// `has_moment`, the sum of exp(z - shift) * (z - shift).
-template <class T>
-class ColumnSums {
- public:
-  using C = Compute<T>;
-
-  template <class Rows>
-  void add(Rows& rows, int64_t classes, int64_t count, bool has_moment) {
-    std::fill_n(maximum_, count, -kInfinity<C>);
-    std::fill_n(shift, count, C(0));
-    std::fill_n(sum, count, 0.0);
-    std::fill_n(moment, count, 0.0);
-    for (int64_t first = 0; first < classes; first += kColumnBlock) {
-      const int64_t last = std::min(first + kColumnBlock, classes);
-      rows.read(first, last);
-      raise_maximum(rows, first, last, count);
-      first == 0 ? set_shift(count) : move_shift(count, has_moment);
-      has_moment ? add_block<true>(rows, first, last, count)
-                 : add_block<false>(rows, first, last, count);
-    }
-    for (int64_t i = 0; i < count; ++i)
-      sum[i] = maximum_[i] > -kInfinity<C> ? sum[i] : std::numeric_limits<double>::quiet_NaN();
-  }
-
-  C shift[kColumns];  // the maximum, or 0 if there is nothing above -infinity
-  double sum[kColumns], moment[kColumns];
-
- private:
-  template <class Rows>
-  void raise_maximum(Rows& rows, int64_t first, int64_t last, int64_t count) {
-    for (int64_t r = first; r < last; ++r) {
-      rows.with(r, /*again=*/false, [&](const auto* values) {
-#pragma GCC ivdep
-        for (int64_t i = 0; i < count; ++i)
-          maximum_[i] = widen(values[i]) > maximum_[i] ? widen(values[i]) : maximum_[i];
-      });
-    }
-  }
-
-  C next_shift(int64_t i) const { return maximum_[i] > -kInfinity<C> ? maximum_[i] : C(0); }
-
-  void set_shift(int64_t count) {
-    for (int64_t i = 0; i < count; ++i) shift[i] = next_shift(i);
-  }
-
-  /// Sets the shift to the maximum, and corrects the sums of the blocks before. They are 0 as long
-  /// as all logits are -infinity. Then the shift may grow by any amount; the clamp keeps exp()
-  /// finite.
-  void move_shift(int64_t count, bool has_moment) {
-    for (int64_t i = 0; i < count; ++i) {
-      const C next = next_shift(i);
-      const double step = static_cast<double>(shift[i]) - static_cast<double>(next);
-      const double moved = step < 0 ? step : 0.0;
-      const double factor = ExactMath::exp(moved);
-      if (has_moment) moment[i] = factor * (moment[i] + bounded(moved) * sum[i]);
-      sum[i] *= factor;
-      shift[i] = next;
-    }
-  }
-
-  template <bool has_moment, class Rows>
-  void add_block(Rows& rows, int64_t first, int64_t last, int64_t count) {
-    C block_sum[kColumns], block_moment[kColumns];
-    std::fill_n(block_sum, count, C(0));
-    std::fill_n(block_moment, count, C(0));
-    for (int64_t r = first; r < last; ++r) {
-      rows.with(r, /*again=*/true, [&](const auto* values) {
-#pragma GCC ivdep
-        for (int64_t i = 0; i < count; ++i) {
-          const C exponent = widen(values[i]) - shift[i];
-          const C power = ExactMath::exp_or_zero(exponent);
-          block_sum[i] += power;
-          if constexpr (has_moment) block_moment[i] += power * bounded(exponent);
-        }
-      });
-    }
-    for (int64_t i = 0; i < count; ++i) {
-      sum[i] += static_cast<double>(block_sum[i]);
-      if constexpr (has_moment) moment[i] += static_cast<double>(block_moment[i]);
-    }
-  }
-
-  C maximum_[kColumns];
 };
 
 /// The target classes of a strip, and the scaled logits of these classes.
@@ -259,23 +165,22 @@ void store_correct(Rows& rows, const ColumnTargets<T>& targets, int64_t classes,
 }
 
 /// Whether the rows are computed as columns.
-inline bool has_columns(const CrossEntropy& p) {
+inline bool has_columns(const CrossEntropy& p, const ClassLayout& layout) {
   constexpr int64_t kShort = 256;
   const bool is_plain =
       p.target.index != nullptr && p.target.label_smoothing == 0 && p.sum == nullptr;
-  return is_plain && (p.layout.class_stride != 1 || p.classes <= kShort);
+  return is_plain && (layout.class_stride != 1 || p.classes <= kShort);
 }
-inline bool has_columns(const CrossEntropyBackward& p) {
+inline bool has_columns(const CrossEntropyBackward& p, const ClassLayout& layout) {
   constexpr int64_t kShort = 16;  // with more classes, exchanging the gradients takes longer
   const bool is_plain = p.target.index != nullptr && p.target.label_smoothing == 0 &&
                         p.target.all_classes == p.classes && !p.is_logprob;
-  return is_plain && (p.layout.class_stride != 1 || p.classes <= kShort);
+  return is_plain && (layout.class_stride != 1 || p.classes <= kShort);
 }
 
 /// The rows of the logits as columns.
 template <class T, class Arguments>
-Columns<const T> logit_columns(const Arguments& p) {
-  const ClassLayout& layout = p.layout;
+Columns<const T> logit_columns(const Arguments& p, const ClassLayout& layout) {
   return {static_cast<const T*>(p.logits), layout.class_stride, p.row_stride, layout.group_stride,
           layout.group == 0 ? p.rows : layout.group};
 }
@@ -295,30 +200,31 @@ Status for_strips(int64_t group, int64_t begin, int64_t end, const Body& body) {
 
 /// Calls body(rows) with the logits of a strip, which are multiplied by `scale`.
 template <class T, class Arguments, class Body>
-void with_rows(const Arguments& p, const Strip<const T>& strip, int64_t count, Compute<T> scale,
-               const Body& body) {
-  if (p.layout.class_stride == 1 && p.classes > 1) {
+void with_rows(const Arguments& p, const ClassLayout& layout, const Strip<const T>& strip,
+               int64_t count, Compute<T> scale, const Body& body) {
+  if (layout.class_stride == 1 && p.classes > 1) {
     ExchangedRows<T> rows(strip.row(0), p.row_stride, count, scale);
     body(rows);
   } else {
-    ReadRows<T> rows(strip, p.classes, count, scale);
+    BufferedRows<T> rows(strip, p.classes, count, scale);
     body(rows);
   }
 }
 
 /// Computes the rows begin <= row < end as columns.
 template <class T>
-Status column_losses(const CrossEntropy& p, int64_t begin, int64_t end) {
+Status column_losses(const CrossEntropy& p, const ClassLayout& layout, int64_t begin, int64_t end) {
   using C = Compute<T>;
-  const Columns<const T> columns = logit_columns<T>(p);
+  const Columns<const T> columns = logit_columns<T>(p, layout);
   const C scale = p.is_logprob ? static_cast<C>(p.scale) : C(1);
   return for_strips(columns.group, begin, end, [&](int64_t row, int64_t count) {
     const Strip<const T> strip(columns, row, count);
     ColumnTargets<T> targets;
     if (!targets.read(p, strip, row, count, scale)) return false;
     ColumnSums<T> sums;
-    with_rows<T>(p, strip, count, scale, [&](auto& rows) {
-      sums.add(rows, p.classes, count, p.entropy != nullptr);
+    with_rows<T>(p, layout, strip, count, scale, [&](auto& rows) {
+      C powers[kColumns];
+      sums.add(rows, p.classes, count, p.entropy != nullptr, [&](int64_t) { return powers; });
       if (p.correct != nullptr)
         store_correct<T>(rows, targets, p.classes, static_cast<C*>(p.correct) + row, count);
     });
@@ -333,9 +239,10 @@ Status column_losses(const CrossEntropy& p, int64_t begin, int64_t end) {
 
 /// Computes the gradients of the rows begin <= row < end as columns.
 template <class T>
-Status column_gradients(const CrossEntropyBackward& p, int64_t begin, int64_t end) {
+Status column_gradients(const CrossEntropyBackward& p, const ClassLayout& layout, int64_t begin,
+                        int64_t end) {
   using C = Compute<T>;
-  const Columns<const T> columns = logit_columns<T>(p);
+  const Columns<const T> columns = logit_columns<T>(p, layout);
   const Columns<T> grad_columns{static_cast<T*>(p.grad_logits), 1, p.grad_logits_row_stride, 0,
                                 p.rows};
   const C divisor = p.divisor == nullptr ? C(1) : *static_cast<const C*>(p.divisor);
@@ -355,7 +262,7 @@ Status column_gradients(const CrossEntropyBackward& p, int64_t begin, int64_t en
     const auto softmax = [&](C logit, int64_t i) {
       return factors[i] * ExactMath::exp_or_zero(logit - log_sum_exp[i]);
     };
-    with_rows<T>(p, strip, count, C(1), [&](auto& rows) {
+    with_rows<T>(p, layout, strip, count, C(1), [&](auto& rows) {
       for (int64_t first = 0; first < p.classes; first += kColumnBlock) {
         const int64_t last = std::min(first + kColumnBlock, p.classes);
         rows.read(first, last);

@@ -181,9 +181,9 @@ void row_loss(const CrossEntropy& p, const Distribution<T>& distribution, int64_
 }
 
 template <class T>
-Status losses(const CrossEntropy& p, int64_t begin, int64_t end) {
+Status losses(const CrossEntropy& p, const ClassLayout& layout, int64_t begin, int64_t end) {
   using C = Compute<T>;
-  if (has_columns(p)) return column_losses<T>(p, begin, end);
+  if (has_columns(p, layout)) return column_losses<T>(p, layout, begin, end);
   const Distribution<T> distribution(p.target, p.classes);
   for (int64_t row = begin; row < end; ++row) {
     int64_t index;
@@ -237,10 +237,11 @@ void row_gradient(const CrossEntropyBackward& p, const Distribution<T>& distribu
 }
 
 template <class T, class To>
-Status gradients(const CrossEntropyBackward& p, int64_t begin, int64_t end) {
+Status gradients(const CrossEntropyBackward& p, const ClassLayout& layout, int64_t begin,
+                 int64_t end) {
   using C = Compute<T>;
   if constexpr (std::is_same_v<T, To>) {
-    if (has_columns(p)) return column_gradients<T>(p, begin, end);
+    if (has_columns(p, layout)) return column_gradients<T>(p, layout, begin, end);
   }
   const Distribution<T> distribution(p.target, p.classes);
   const C divisor = p.divisor == nullptr ? C(1) : *static_cast<const C*>(p.divisor);
@@ -275,18 +276,19 @@ double sum_of_rows(const void* values, int64_t rows) {
 
 }  // namespace
 
-Status cross_entropy(const CrossEntropy& p, int64_t begin, int64_t end) {
+Status cross_entropy(const CrossEntropy& p, const ClassLayout& layout, int64_t begin, int64_t end) {
   return dispatch_floating(p.dtype, [&](auto tag) {
-    return losses<typename decltype(tag)::type>(with_all_classes(p), begin, end);
+    return losses<typename decltype(tag)::type>(with_all_classes(p), layout, begin, end);
   });
 }
 
-Status cross_entropy_backward(const CrossEntropyBackward& given, int64_t begin, int64_t end) {
+Status cross_entropy_backward(const CrossEntropyBackward& given, const ClassLayout& layout,
+                              int64_t begin, int64_t end) {
   const CrossEntropyBackward p = with_all_classes(given);
   return dispatch_floating(p.grad_logits_dtype, [&](auto tag) {
     using To = typename decltype(tag)::type;
-    return p.dtype == p.grad_logits_dtype ? gradients<To, To>(p, begin, end)
-                                          : gradients<Compute<To>, To>(p, begin, end);
+    return p.dtype == p.grad_logits_dtype ? gradients<To, To>(p, layout, begin, end)
+                                          : gradients<Compute<To>, To>(p, layout, begin, end);
   });
 }
 
@@ -309,10 +311,13 @@ Status loss_sum(const LossSum& p) {
 
 }  // namespace TORCHKILN_ISA
 
-TORCHKILN_CPU_ENTRY(cross_entropy, (const CrossEntropy& p, int64_t begin, int64_t end),
-                    (p, begin, end))
+TORCHKILN_CPU_ENTRY(cross_entropy,
+                    (const CrossEntropy& p, const ClassLayout& layout, int64_t begin, int64_t end),
+                    (p, layout, begin, end))
 TORCHKILN_CPU_ENTRY(cross_entropy_backward,
-                    (const CrossEntropyBackward& p, int64_t begin, int64_t end), (p, begin, end))
+                    (const CrossEntropyBackward& p, const ClassLayout& layout, int64_t begin,
+                     int64_t end),
+                    (p, layout, begin, end))
 TORCHKILN_CPU_ENTRY(loss_sum, (const LossSum& p), (p))
 
 }  // namespace torchkiln::cpu

@@ -11,16 +11,6 @@
 
 namespace torchkiln::cpu::TORCHKILN_ISA {
 
-/// Exponents z below this bound are raised to it in products z * exp(z): these products are then 0,
-/// also for -infinity, whose product would be NaN.
-template <class C>
-constexpr C kLeastExponent = C(-1e4);
-
-template <class C>
-C bounded(C exponent) {
-  return exponent < kLeastExponent<C> ? kLeastExponent<C> : exponent;
-}
-
 /// Computes the log-probability of class `index` and the entropy. Without an index, another shard
 /// has the class.
 template <class T>

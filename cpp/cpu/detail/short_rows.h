@@ -46,12 +46,7 @@ struct ShortRows {
   template <class T>
   void read(Compute<T>* tile, const T* from, int64_t row_stride, int64_t count) const {
     Compute<T> natural[kTile];
-    if (row_stride == columns) {
-      widen_run(natural, from, 1, count * columns);
-    } else {
-      for (int64_t row = 0; row < count; ++row)
-        widen_run(natural + row * columns, from + row * row_stride, 1, columns);
-    }
+    widen_rows(natural, from, row_stride, columns, count);
     exchange(tile, natural, count);
   }
 

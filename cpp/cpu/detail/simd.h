@@ -94,6 +94,14 @@ inline float sum_of(const BFloat16* values, int64_t count) {
   return lane_sum<float>((a + b) + (c + d)) + rest;
 }
 
+/// Converts `count` rows of adjacent elements, and places them one after another.
+template <class T>
+void widen_rows(Compute<T>* to, const T* from, int64_t row_stride, int64_t columns, int64_t count) {
+  if (row_stride == columns) return widen_run(to, from, /*stride=*/1, count * columns);
+  for (int64_t row = 0; row < count; ++row)
+    widen_run(to + row * columns, from + row * row_stride, /*stride=*/1, columns);
+}
+
 /// Adds numbers in groups of 16, then the sums of 16 groups, and so on, so that the rounding error
 /// grows with the logarithm of the count.
 class Cascade {

@@ -146,4 +146,14 @@ class ExponentialSum {
   double sum_ = 0;
 };
 
+/// Exponents z below this bound are raised to it in products z * exp(z): these products are then 0,
+/// also for -infinity, whose product would be NaN.
+template <class C>
+constexpr C kLeastExponent = C(-1e4);
+
+template <class C>
+C bounded(C exponent) {
+  return exponent < kLeastExponent<C> ? kLeastExponent<C> : exponent;
+}
+
 }  // namespace torchkiln::cpu::TORCHKILN_ISA

@@ -30,21 +30,15 @@ class RowGradients {
   using C = Compute<T>;
 
   explicit RowGradients(const GroupNormBackward& p)
-      : p_(p),
-        operands_(p),
-        activation_(loops_of<C>(p.activation)),
-        keeps_(room_ != nullptr || p.layout.count() <= kKeptElements) {
-    if (room_ == nullptr)
-      kept_.resize(static_cast<size_t>(keeps_ ? p.layout.count() : kChannelRun));
+      : p_(p), operands_(p), activation_(loops_of<C>(p.activation)) {
+    kept_.reset(p, p.layout.count());
   }
 
   void compute(int64_t group) {
     own_ = operands_.statistics(group);
     const int64_t all = p_.layout.count();
     double* const sums = sums_of(p_, group / p_.layout.groups);
-    const auto place_of = [&](int64_t at) {
-      return room_ != nullptr ? room_ + at : kept_.data() + (keeps_ ? at - group * all : 0);
-    };
+    const auto place_of = [&](int64_t at) { return kept_.place(at, at - group * all); };
     Pair<double> total{};
     for_each_row_run(p_.layout, group, [&](int64_t at, int64_t count, int64_t channel, int64_t of) {
       C* const g = place_of(at);
@@ -52,17 +46,14 @@ class RowGradients {
       add_channels(total, g, sums + channel, of);
     });
     if (p_.grad_x == nullptr) return;
-    const auto elements = static_cast<double>(all);
-    const auto low = static_cast<double>(own_.low), rstd = static_cast<double>(own_.rstd);
-    const double exact_slope = total.second * rstd * rstd / elements;
-    const C slope = static_cast<C>(exact_slope);
-    const C level = static_cast<C>(total.first * rstd / elements - exact_slope * low);
+    const GroupSlope<C> found = slope_of(own_, total, p_.layout);
+    const C slope = found.slope, level = found.level;
     const bool is_read = all <= kChannelRun / p_.layout.inner * p_.layout.inner;
     C buffer[kChannelRun], result[kChannelRun];
     for_each_row_run(p_.layout, group, [&](int64_t at, int64_t count, int64_t channel, int64_t of) {
       C* const g = place_of(at);
-      C* const to = room_ != nullptr ? g : result;
-      if (!keeps_) {
+      C* const to = kept_.is_in_grad_x() ? g : result;
+      if (!kept_.keeps()) {
         read(g, at, count, channel, of);
       } else if (!is_read) {
         factors_.load(operands_, own_, p_.layout.inner, channel, of);
@@ -73,7 +64,7 @@ class RowGradients {
 #pragma GCC ivdep
       for (int64_t i = 0; i < count; ++i)
         to[i] = g[i] * factors_.scale[i] - slope * from_mean_[i] - level;
-      if (room_ == nullptr) narrow_run(static_cast<T*>(p_.grad_x) + at, result, count);
+      if (!kept_.is_in_grad_x()) narrow_run(static_cast<T*>(p_.grad_x) + at, result, count);
     });
   }
 
@@ -115,12 +106,10 @@ class RowGradients {
   const GroupNormBackward& p_;
   GroupOperands<C> operands_;
   ActivationLoops<C> activation_;
-  C* room_ = room_in_grad_x<T>(p_);
-  bool keeps_;
+  KeptGradients<T> kept_;
   GroupStatistics<C> own_{};
   RowFactors<C> factors_;
   C from_mean_[kChannelRun];
-  std::vector<C> kept_;
 };
 
 /// The gradients of a tile of short groups. x becomes x - mean, and g the gradient of x.

@@ -266,8 +266,9 @@ struct TileFactors {
     for (int64_t at = 0; at < rows.elements(); at += rows.width) {
 #pragma GCC ivdep
       for (int64_t k = 0; k < rows.width; ++k) {
-        const C scale = weight.at[at + k] * rstd[k];
-        const C shift = bias.at[at + k] - (scale - scale == C(0) ? low[k] * scale : C(0));
+        const GroupStatistics<C> own{mean[k], low[k], rstd[k]};
+        const C scale = weight.at[at + k] * own.rstd;
+        const C shift = own.shift(bias.at[at + k], scale);
         x[at + k] -= mean[k];
         z[at + k] = x[at + k] * scale + shift;
       }

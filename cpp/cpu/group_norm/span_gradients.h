@@ -11,11 +11,33 @@ namespace torchkiln::cpu::TORCHKILN_ISA {
 // all of them.
 inline constexpr int64_t kKeptElements = 1 << 16;
 
-/// grad_x as memory for g; null if it has another type, or is not wanted.
+/// Memory for g: in grad_x if it has the compute type, else in a vector, which keeps its memory
+/// from one reset() to the next. With too many elements the vector has room for one run.
 template <class T>
-Compute<T>* room_in_grad_x(const GroupNormBackward& p) {
-  return std::is_same_v<T, Compute<T>> ? static_cast<Compute<T>*>(p.grad_x) : nullptr;
-}
+class KeptGradients {
+ public:
+  using C = Compute<T>;
+
+  /// `may_write`: whether the runs of grad_x are adjacent elements.
+  void reset(const GroupNormBackward& p, int64_t elements, bool may_write = true) {
+    in_grad_x_ = may_write && std::is_same_v<T, C> ? static_cast<C*>(p.grad_x) : nullptr;
+    keeps_ = in_grad_x_ != nullptr || elements <= kKeptElements;
+    if (in_grad_x_ == nullptr) kept_.resize(static_cast<size_t>(keeps_ ? elements : kChannelRun));
+  }
+
+  bool is_in_grad_x() const { return in_grad_x_ != nullptr; }
+  /// Whether a second pass finds the g of the first.
+  bool keeps() const { return keeps_; }
+  /// The place of a run's g: the run begins at `at` in grad_x, after `done` elements of other runs.
+  C* place(int64_t at, int64_t done) {
+    return in_grad_x_ != nullptr ? in_grad_x_ + at : kept_.data() + (keeps_ ? done : 0);
+  }
+
+ private:
+  C* in_grad_x_ = nullptr;
+  bool keeps_ = false;
+  std::vector<C> kept_;
+};
 
 /// The sums in the workspace for a sample, or a chunk of samples: of g, then of g * n, for each
 /// channel.
@@ -28,6 +50,16 @@ template <class C>
 struct GroupSlope {
   C slope, level;
 };
+
+/// Computes the slope of a group from `total`, the sums of weight * g and weight * g * n.
+template <class C>
+GroupSlope<C> slope_of(const GroupStatistics<C>& own, const Pair<double>& total,
+                       const GroupLayout& layout) {
+  const double share = static_cast<double>(own.rstd) / static_cast<double>(layout.count());
+  const double slope = total.second * share * static_cast<double>(own.rstd);
+  return {static_cast<C>(slope),
+          static_cast<C>(total.first * share - slope * static_cast<double>(own.low))};
+}
 
 /// Computes the slope of a group from the sums of g and of g * (x - mean) of its channels. The
 /// latter become the sums of g * n.
@@ -42,19 +74,17 @@ GroupSlope<C> slope_of(const GroupStatistics<C>& own, const C* weight, const dou
     return Pair<double>{each * sums[i], each * products[i]};
   };
   Pair<double> total{};
-  if (channels < kSums) {
+  if (channels < kSums) {  // running sums take as long as the other work of a small group
     for (int64_t i = 0; i < channels; ++i) {
       const Pair<double> each = term(i);
       total = {total.first + each.first, total.second + each.second};
     }
   } else {
-    double lanes[kSums] = {}, of_products[kSums] = {};
-    add_run(lanes, of_products, true, channels, term);
-    total = {total_of(lanes), total_of(of_products)};
+    double of_sums[kSums] = {}, of_products[kSums] = {};
+    add_run(of_sums, of_products, true, channels, term);
+    total = {total_of(of_sums), total_of(of_products)};
   }
-  const double share = rstd / static_cast<double>(layout.count());
-  const double slope = total.second * share * rstd;
-  return {static_cast<C>(slope), static_cast<C>(total.first * share - slope * low)};
+  return slope_of(own, total, layout);
 }
 
 /// Groups of planes. The vectors keep their memory from one call of compute() to the next.
@@ -73,11 +103,12 @@ class PlaneGradients {
     last_ = end * each;
     begin_ = first_ * pixels;
     const int64_t elements = (last_ - first_) * pixels;
-    keeps_ = room_ != nullptr || elements <= kKeptElements;
-    if (room_ == nullptr) kept_.resize(static_cast<size_t>(keeps_ ? elements : kChannelRun));
+    kept_.reset(p_, elements);
     for (auto* const sums : {&sums_, &products_})
       sums->assign(static_cast<size_t>(last_ - first_), 0);
-    load(first, end);
+    factors_.resize(sums_.size());
+    for (int64_t plane = first_; plane < last_; ++plane)
+      factors_at(plane) = {operands_.of_plane(plane), {}};
     const auto add = [&](int64_t at, int64_t plane, int64_t planes, int64_t length) {
       C* const g = place_of(at);
       read(g, at, plane, planes, length);
@@ -98,31 +129,11 @@ class PlaneGradients {
 
  private:
   /// The factors of a plane, and the slope of its group.
-  struct Factors {
-    C mean, scale, shift, slope, level;
-  };
+  struct Factors : GroupFactors<C>, GroupSlope<C> {};
 
   Factors& factors_at(int64_t plane) { return factors_[static_cast<size_t>(plane - first_)]; }
 
-  void load(int64_t first, int64_t end) {
-    factors_.resize(sums_.size());
-    const int64_t each = p_.layout.channels_per_group();
-    for (int64_t group = first; group < end; ++group) {
-      const GroupStatistics<C> own = operands_.statistics(group);
-      const int64_t channel = group % p_.layout.groups * each;
-      const C* const weight = operands_.weight(channel);
-      const C* const bias = operands_.bias(channel);
-      Factors* const to = &factors_at(group * each);
-      for (int64_t i = 0; i < each; ++i) {
-        const C scale = weight[i] * own.rstd;
-        to[i] = {own.mean, scale, own.shift(bias[i], scale), 0, 0};
-      }
-    }
-  }
-
-  C* place_of(int64_t at) {
-    return room_ != nullptr ? room_ + at : kept_.data() + (keeps_ ? at - begin_ : 0);
-  }
+  C* place_of(int64_t at) { return kept_.place(at, at - begin_); }
 
   /// Computes g and x - mean of a run.
   void read(C* g, int64_t at, int64_t plane, int64_t planes, int64_t length) {
@@ -153,8 +164,7 @@ class PlaneGradients {
     for (int64_t i = 0; i < each; ++i) {
       to[i] = sums[i];
       to[p_.layout.channels + i] = products[i];
-      factors[i].slope = slope.slope;
-      factors[i].level = slope.level;
+      static_cast<GroupSlope<C>&>(factors[i]) = slope;
     }
   }
 
@@ -162,13 +172,13 @@ class PlaneGradients {
   void write_gradients(int64_t at, int64_t plane, int64_t planes, int64_t length, bool is_read) {
     C buffer[kChannelRun], result[kChannelRun];
     C* const g = place_of(at);
-    if (!keeps_) {
+    if (!kept_.keeps()) {
       read(g, at, plane, planes, length);
       is_read = true;
     }
     const C* const x =
         is_read ? from_mean_ : read_run(buffer, p_.x, at, 1, planes * length, p_.dtype);
-    C* const to = room_ != nullptr ? g : result;
+    C* const to = kept_.is_in_grad_x() ? g : result;
     for (int64_t k = 0; k < planes; ++k) {
       const Factors own = factors_at(plane + k);
       const C mean = is_read ? C(0) : own.mean;
@@ -177,17 +187,15 @@ class PlaneGradients {
       for (int64_t i = begin; i < begin + length; ++i)
         to[i] = g[i] * own.scale - own.slope * (x[i] - mean) - own.level;
     }
-    if (room_ == nullptr) narrow_run(static_cast<T*>(p_.grad_x) + at, to, planes * length);
+    if (!kept_.is_in_grad_x()) narrow_run(static_cast<T*>(p_.grad_x) + at, to, planes * length);
   }
 
   const GroupNormBackward& p_;
   GroupOperands<C> operands_;
   ActivationLoops<C> activation_;
-  C* room_ = room_in_grad_x<T>(p_);
+  KeptGradients<T> kept_;
   int64_t first_ = 0, last_ = 0, begin_ = 0;
-  bool keeps_ = false;
   C from_mean_[kChannelRun];
-  std::vector<C> kept_;
   std::vector<double> sums_, products_;
   std::vector<Factors> factors_;
 };
@@ -203,9 +211,7 @@ class SpanGradients {
 
   void compute(const GroupSpan& span) {
     factors_.load(operands_, span);
-    room_ = span.is_dense() || span.pixels_per_run == 1 ? room_in_grad_x<T>(p_) : nullptr;
-    keeps_ = room_ != nullptr || span.elements() <= kKeptElements;
-    if (room_ == nullptr) kept_.resize(static_cast<size_t>(keeps_ ? span.elements() : kChannelRun));
+    kept_.reset(p_, span.elements(), span.is_dense() || span.pixels_per_run == 1);
     add_up(span);
     const int64_t each = p_.layout.channels_per_group();
     slopes_.resize(static_cast<size_t>(span.slots()));
@@ -228,11 +234,6 @@ class SpanGradients {
   }
 
  private:
-  /// The place of a run's g: in grad_x, or after the `done` elements of earlier runs.
-  C* place_of(int64_t at, int64_t done) {
-    return room_ != nullptr ? room_ + at : kept_.data() + (keeps_ ? done : 0);
-  }
-
   /// Computes g and x - mean of a run.
   void read(C* g, const GroupSpan& span, int64_t at, int64_t slot, int64_t count) {
     C buffer[kChannelRun], z[kChannelRun];
@@ -259,7 +260,7 @@ class SpanGradients {
         end_rows(span);
         rows = 1;
       }
-      C* const g = place_of(at, done);
+      C* const g = kept_.place(at, done);
       done += count;
       read(g, span, at, slot, count);
       add_row(block_sums_.data() + slot, block_products_.data() + slot, static_cast<const C*>(g),
@@ -282,10 +283,10 @@ class SpanGradients {
     int64_t done = 0;
     const bool is_read = span.elements() <= span.slots() && span.slots() <= kChannelRun;
     span.for_each_run([&](int64_t at, int64_t slot, int64_t count) {
-      C* const g = place_of(at, done);
+      C* const g = kept_.place(at, done);
       done += count;
-      C* const to = room_ != nullptr ? g : result;
-      if (!keeps_) {
+      C* const to = kept_.is_in_grad_x() ? g : result;
+      if (!kept_.keeps()) {
         read(g, span, at, slot, count);
       } else if (!is_read) {
         const C* const x = span.read(buffer, p_.x, at, count, p_.dtype);
@@ -299,7 +300,7 @@ class SpanGradients {
 #pragma GCC ivdep
       for (int64_t i = 0; i < count; ++i)
         to[i] = g[i] * scale[i] - slope[i] * from_mean_[i] - level[i];
-      if (room_ == nullptr)
+      if (!kept_.is_in_grad_x())
         span.write(static_cast<T*>(p_.grad_x) + at, static_cast<const C*>(result), count);
     });
   }
@@ -308,10 +309,9 @@ class SpanGradients {
   GroupOperands<C> operands_;
   ActivationLoops<C> activation_;
   SpanFactors<C> factors_;
-  C* room_ = nullptr;
-  bool keeps_ = false;
+  KeptGradients<T> kept_;
   C from_mean_[kChannelRun];
-  std::vector<C> kept_, block_sums_, block_products_, slopes_, levels_;
+  std::vector<C> block_sums_, block_products_, slopes_, levels_;
   std::vector<double> sums_, products_;
 };
 

@@ -147,16 +147,13 @@ struct RowMoments {
 template <class T>
 void read_rows(const Norm& p, int64_t first, int64_t count, Compute<T>* z) {
   using C = Compute<T>;
-  const auto read = [&](C* to, const auto* from, int64_t stride) {
-    if (stride == p.columns) return widen_run(to, from, 1, count * p.columns);
-    for (int64_t row = 0; row < count; ++row)
-      widen_run(to + row * p.columns, from + row * stride, 1, p.columns);
-  };
-  read(z, static_cast<const T*>(p.x) + first * p.x_row_stride, p.x_row_stride);
+  const T* const x = static_cast<const T*>(p.x) + first * p.x_row_stride;
+  widen_rows(z, x, p.x_row_stride, p.columns, count);
   if (p.residual == nullptr) return;
   C added[kTile];
-  with_residual<T>(p, first,
-                   [&](const auto* residual) { read(added, residual, p.residual_row_stride); });
+  with_residual<T>(p, first, [&](const auto* residual) {
+    widen_rows(added, residual, p.residual_row_stride, p.columns, count);
+  });
   const int64_t elements = count * p.columns;
   for (int64_t i = 0; i < elements; ++i) z[i] += added[i];
   T* const sum = static_cast<T*>(p.sum) + first * p.columns;

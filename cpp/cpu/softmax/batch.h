@@ -45,14 +45,6 @@ void for_batches(int64_t columns, int64_t begin, int64_t end, const Body& body) 
   for (int64_t first = begin; first < end; first += rows) body(first, std::min(rows, end - first));
 }
 
-/// Reads `count` rows.
-template <class T>
-void read_batch(Compute<T>* to, const T* from, int64_t row_stride, int64_t columns, int64_t count) {
-  if (row_stride == columns) return widen_run(to, from, 1, count * columns);
-  for (int64_t row = 0; row < count; ++row)
-    widen_run(to + row * columns, from + row * row_stride, 1, columns);
-}
-
 // Bytes per register. Buffers in the L1 cache are read faster with 64 than with 32.
 #ifdef __AVX512F__
 constexpr int64_t kBatchRegister = 64;
@@ -149,7 +141,7 @@ void softmax_batches(const Softmax& p, const T* x, T* y, int64_t begin, int64_t 
   C largest[kBatchRows] = {}, finish[kBatchRows] = {};
   for_batches(columns, begin, end, [&](int64_t first, int64_t count) {
     const int64_t elements = padded(count * columns);
-    read_batch(values.at, x + first * p.outer_stride, p.outer_stride, columns, count);
+    widen_rows(values.at, x + first * p.outer_stride, p.outer_stride, columns, count);
     for (int64_t i = 0; scale != C(1) && i < elements; ++i) values.at[i] *= scale;
     for (int64_t row = 0; row < count; ++row) {
       const C* const from = values + row * columns;
@@ -256,7 +248,7 @@ void softmax_backward_batches(const SoftmaxBackward& p, const T* grad, const T* 
       for_each_row(count, g, p.outer_stride, p.log ? outputs.at : saved, to,
                    [](auto step) { return step; });
     } else {
-      read_batch(grads.at, g, p.outer_stride, columns, count);
+      widen_rows(grads.at, g, p.outer_stride, columns, count);
       for_each_row(count, grads.at, columns, outputs.at, results.at,
                    [](auto) { return FullStep{}; });
       narrow_run(to, results.at, elements);

@@ -7,7 +7,7 @@
 #include "detail/row_mask.h"
 #include "detail/simd_exp.h"
 #include "detail/simd_row.h"
-#include "detail/softmax_strided.h"
+#include "softmax/columns.h"
 #include "torchkiln/cpu/isa.h"
 #include "torchkiln/kernels/softmax.h"
 

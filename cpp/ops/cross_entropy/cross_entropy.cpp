@@ -137,8 +137,9 @@ struct Backward {
     check_backward(grad, logits, target, options);
     if (logits.numel() == 0) return empty_gradient(logits);
     const RowState kept = row_state(options.state, row_count(logits), options.reduction);
-    const bool reads_columns = has_columns(logits, target, options);
-    const MaybeCopy logit_rows = reads_columns ? MaybeCopy::borrowed(logits) : class_rows(logits);
+    const MaybeCopy logit_rows = has_adjacent_rows(logits, target, options)
+                                     ? MaybeCopy::borrowed(logits)
+                                     : class_rows(logits);
     const Tensor& rows = *logit_rows;
     if (!rows.is_alias_of(logits)) {
       // `rows` is a copy that is not read again, so the gradient overwrites it.

@@ -172,8 +172,8 @@ inline std::optional<CollapsedDims> adjacent_rows(const at::Tensor& logits) {
 /// Whether a CPU kernel reads the logits as they are, although their classes are not adjacent: it
 /// computes adjacent rows side by side. Fewer rows than classes are copied, because each row then
 /// is the work of one thread.
-inline bool has_columns(const at::Tensor& logits, const at::Tensor& target,
-                        const LossOptions& options) {
+inline bool has_adjacent_rows(const at::Tensor& logits, const at::Tensor& target,
+                              const LossOptions& options) {
   constexpr int64_t kLeast = 64;  // adjacent rows
   if (!logits.is_cpu() || logits.dim() < 2 || logits.size(1) == 1 || logits.stride(1) == 1 ||
       target.scalar_type() != at::kLong || options.label_smoothing != 0 || options.is_logprob ||
@@ -183,17 +183,15 @@ inline bool has_columns(const at::Tensor& logits, const at::Tensor& target,
   return rows && rows->stride == 1 && rows->size >= kLeast;
 }
 
-/// set_rows() for logits with has_columns().
+/// set_rows() for logits with has_adjacent_rows(). Returns their layout.
 template <class Problem>
-void set_columns(Problem& problem, const at::Tensor& logits) {
+cpu::ClassLayout set_adjacent_rows(Problem& problem, const at::Tensor& logits) {
   problem.logits = logits.const_data_ptr();
   problem.dtype = dtype_of(logits);
   problem.rows = row_count(logits);
   problem.classes = logits.size(1);
   problem.row_stride = 1;
-  problem.layout.class_stride = logits.stride(1);
-  problem.layout.group = adjacent_rows(logits)->size;
-  problem.layout.group_stride = logits.stride(0);
+  return {logits.stride(1), adjacent_rows(logits)->size, logits.stride(0)};
 }
 
 /// Computes the loss and the state of each row, and `total` if it is not null.
@@ -209,8 +207,9 @@ inline void run_forward(const char* op, const at::Tensor& logits, const at::Tens
   arguments.scale = options.scale;
   arguments.entropy = kept.entropy;
   MaybeCopy rows;
-  if (kept.sum == nullptr && has_columns(logits, target, options)) {
-    set_columns(arguments, logits);
+  cpu::ClassLayout layout;
+  if (kept.sum == nullptr && has_adjacent_rows(logits, target, options)) {
+    layout = set_adjacent_rows(arguments, logits);
   } else {
     rows = class_rows(logits);
     set_rows(arguments, *rows);
@@ -220,7 +219,7 @@ inline void run_forward(const char* op, const at::Tensor& logits, const at::Tens
       op, logits, arguments.rows, row_grain(arguments.classes),
       [&](auto stream) { return cuda::cross_entropy(arguments, total, stream); },
       [&](int64_t begin, int64_t end) {
-        const Status status = cpu::cross_entropy(arguments, begin, end);
+        const Status status = cpu::cross_entropy(arguments, layout, begin, end);
         if (!status.ok()) error = status.error;
         return Status{};
       });
@@ -236,8 +235,9 @@ inline void run_forward(const char* op, const at::Tensor& logits, const at::Tens
 }
 
 /// Computes the gradient of the logits into the rows of `out`. The logits are rows of adjacent
-/// classes, which may be `out` itself, or has_columns() is true for them. For a log-probability of
-/// float32 rows `out` may have half precision. An undefined `grad_entropy` counts as 0.
+/// classes, which may be `out` itself, or has_adjacent_rows() is true for them. For a
+/// log-probability of float32 rows `out` may have half precision. An undefined `grad_entropy`
+/// counts as 0.
 inline void run_backward(const char* op, const at::Tensor& grad, const at::Tensor& logits,
                          const at::Tensor& target, const LossOptions& options, const RowState& kept,
                          const at::Tensor& out, const at::Tensor& grad_entropy = {}) {
@@ -250,8 +250,12 @@ inline void run_backward(const char* op, const at::Tensor& grad, const at::Tenso
   arguments.grad_stride = each ? grads.stride(0) : 0;
   arguments.divisor = kept.divisor;
   set_options(arguments, view, options, kept);
-  has_columns(logits, target, options) ? set_columns(arguments, logits)
-                                       : set_rows(arguments, logits);
+  cpu::ClassLayout layout;
+  if (has_adjacent_rows(logits, target, options)) {
+    layout = set_adjacent_rows(arguments, logits);
+  } else {
+    set_rows(arguments, logits);
+  }
   arguments.grad_logits = out.data_ptr();
   arguments.grad_logits_dtype = dtype_of(out);
   arguments.grad_logits_row_stride = out.stride(0);
@@ -264,7 +268,7 @@ inline void run_backward(const char* op, const at::Tensor& grad, const at::Tenso
       op, out, arguments.rows, row_grain(arguments.classes),
       [&](auto stream) { return cuda::cross_entropy_backward(arguments, stream); },
       [&](int64_t begin, int64_t end) {
-        return cpu::cross_entropy_backward(arguments, begin, end);
+        return cpu::cross_entropy_backward(arguments, layout, begin, end);
       });
 }
 

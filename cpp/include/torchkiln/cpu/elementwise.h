@@ -177,12 +177,12 @@ void store_rows(Out* to, const SpacedRows& rows, const C* results, int64_t count
   }
 }
 
-/// Whether all operands are float16 without gaps along dimension 0, and rows are not short. Then a
-/// loop converts, computes and rounds a register at a time.
-template <class Out, int Inputs, int Outputs>
-bool has_float16_runs(const Elementwise<Inputs, Outputs>& arguments) {
-  if (!std::is_same_v<Out, Half> || Outputs != 1 || arguments.layout.rank == 0) return false;
-  bool found = !Cursor<Inputs, Outputs>::has_short_rows(arguments.layout) &&
+/// Whether all inputs of an op with a float16 result are float16, dimension 0 of all operands has
+/// no gaps, and rows are not short. Then a loop converts, computes and rounds a register at a time.
+template <int Inputs>
+bool has_float16_runs(const Elementwise<Inputs, 1>& arguments) {
+  if (arguments.layout.rank == 0) return false;
+  bool found = !Cursor<Inputs, 1>::has_short_rows(arguments.layout) &&
                arguments.layout.out_stride[0][0] == 1;
   for (int k = 0; k < Inputs; ++k)
     found = found && arguments.in_dtype[k] == Dtype::float16 && arguments.layout.stride[k][0] == 1;
@@ -230,7 +230,7 @@ Status elementwise(const Functor& functor, const Elementwise<Inputs, Outputs>& a
                    int64_t begin, int64_t end) {
   using C = Compute<Out>;
   if constexpr (std::is_same_v<Out, Half> && Outputs == 1 && kInRegisters<Functor>) {
-    if (has_float16_runs<Out>(arguments)) {
+    if (has_float16_runs(arguments)) {
       elementwise_float16(functor, arguments, begin, end);
       return {};
     }

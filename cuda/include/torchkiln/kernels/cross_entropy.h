@@ -23,14 +23,6 @@ struct ClassTarget {
   int64_t all_classes;  // classes of all shards; 0 if the logits are not a shard
 };
 
-/// The layout of logits whose classes are not adjacent, on a CPU: class c of row r is at r / group
-/// * group_stride + r % group * row_stride + c * class_stride.
-struct ClassLayout {
-  int64_t class_stride = 1;
-  int64_t group = 0;  // rows per group; 0: all rows are one group
-  int64_t group_stride = 0;
-};
-
 /// For each row, with lse = log(sum of exp(logits)) and w the weight of its target class (0 if the
 /// row is ignored, 1 if probabilities are given):
 ///   loss = sum over the classes of q * (lse - logits) + z_loss * w * lse^2
@@ -65,7 +57,6 @@ struct CrossEntropy {
   // ignored; of a shard the sum of exp(z - maximum) * (z - maximum) with z = scale * logits. Null
   // if not wanted.
   void* entropy = nullptr;
-  ClassLayout layout;  // the default for probabilities, smoothing, and with `sum`
 };
 
 /// The gradient of the logits, 0 if the row is ignored:
@@ -97,9 +88,6 @@ struct CrossEntropyBackward {
   double factor = 1;                   // `scale` of the forward
   const void* entropy = nullptr;       // [rows] from forward; null without grad_entropy
   const void* grad_entropy = nullptr;  // [rows] of the compute type; null for 0
-  // Layout of the logits. It is the default for probabilities, smoothing, is_logprob, and if
-  // grad_logits is the memory of the logits.
-  ClassLayout layout;
 };
 
 /// The arguments with target.all_classes set to `classes` if it was 0.
@@ -154,9 +142,21 @@ struct Divergence {
 
 namespace cpu {
 
-/// Computes the rows begin <= row < end. Returns an error if a target is not a class.
-TORCHKILN_EXPORT Status cross_entropy(const CrossEntropy& arguments, int64_t begin, int64_t end);
-TORCHKILN_EXPORT Status cross_entropy_backward(const CrossEntropyBackward& arguments, int64_t begin,
+/// The layout of logits whose classes are not adjacent: class c of row r is at r / group *
+/// group_stride + r % group * row_stride + c * class_stride.
+struct ClassLayout {
+  int64_t class_stride = 1;
+  int64_t group = 0;  // rows per group; 0: all rows are one group
+  int64_t group_stride = 0;
+};
+
+/// Computes the rows begin <= row < end. Returns an error if a target is not a class. `layout` is
+/// the default for probabilities, label_smoothing, a partial `sum`, gradients of is_logprob, and
+/// gradients that overwrite the logits.
+TORCHKILN_EXPORT Status cross_entropy(const CrossEntropy& arguments, const ClassLayout& layout,
+                                      int64_t begin, int64_t end);
+TORCHKILN_EXPORT Status cross_entropy_backward(const CrossEntropyBackward& arguments,
+                                               const ClassLayout& layout, int64_t begin,
                                                int64_t end);
 TORCHKILN_EXPORT Status loss_sum(const LossSum& arguments);
 TORCHKILN_EXPORT Status divergence(const Divergence& arguments, int64_t begin, int64_t end);

@@ -1,13 +1,12 @@
 #pragma once
 
-// Softmax of several rows at a time, as columns of registers: for dimensions that are not the
-// innermost one, and for rows too short to be vectorised one by one.
+// Several rows at a time, as columns of registers: for dimensions that are not the innermost one,
+// and for rows too short to be vectorised one by one.
 
 #include <algorithm>
 #include <limits>
 
 #include "detail/simd_exp.h"
-#include "torchkiln/kernels/softmax.h"
 
 namespace torchkiln::cpu::TORCHKILN_ISA {
 
@@ -128,6 +127,9 @@ class BufferedRows {
     return values;
   }
 
+  /// Rows are read one by one, not in blocks: does nothing.
+  void read(int64_t, int64_t) {}
+
   /// Calls body(values), where widen(values[i]) is the scaled number of row r in column i of the
   /// strip. `again`: see numbers().
   template <class Body>
@@ -147,121 +149,94 @@ class BufferedRows {
   C rows_[kColumnBlock][kColumns];
 };
 
-/// Computes the softmax of each column.
+/// For each column the maximum of its numbers z, the sum of exp(z - shift) and, if `has_moment`,
+/// the sum of exp(z - shift) * (z - shift).
 template <class T>
-void softmax_columns(const Softmax& p, const Strip<const T>& x, const Strip<T>& y, int64_t count) {
+class ColumnSums {
+ public:
   using C = Compute<T>;
-  BufferedRows<T> rows(x, p.length, count, static_cast<C>(p.scale));
-  C maximum[kColumns], shift[kColumns], block_sum[kColumns], results[kColumns];
-  double sum[kColumns];
-  const bool keeps = !p.log && rows.buffers_all();
-  std::fill_n(maximum, count, -kInfinity<C>);
-  for (int64_t first = 0; first < p.length; first += kColumnBlock) {
-    const int64_t last = std::min(first + kColumnBlock, p.length);
+
+  /// Adds rows of BufferedRows, or of a class with its read() and with(). powers_of(r) is memory
+  /// for exp(z - shift) of row r, at the shift of its block.
+  template <class Rows, class PowersOf>
+  void add(Rows& rows, int64_t length, int64_t count, bool has_moment, const PowersOf& powers_of) {
+    std::fill_n(maximum_, count, -kInfinity<C>);
+    for (int64_t first = 0; first < length; first += kColumnBlock) {
+      const int64_t last = std::min(first + kColumnBlock, length);
+      rows.read(first, last);
+      raise_maximum(rows, first, last, count);
+      first == 0 ? set_shift(count) : move_shift(count, has_moment);
+      has_moment ? add_block<true>(rows, first, last, count, powers_of)
+                 : add_block<false>(rows, first, last, count, powers_of);
+    }
+    for (int64_t i = 0; i < count; ++i)
+      sum[i] = maximum_[i] > -kInfinity<C> ? sum[i] : std::numeric_limits<double>::quiet_NaN();
+  }
+
+  C shift[kColumns];  // the maximum, or 0 if there is nothing above -infinity
+  double sum[kColumns], moment[kColumns];
+
+ private:
+  template <class Rows>
+  void raise_maximum(Rows& rows, int64_t first, int64_t last, int64_t count) {
     for (int64_t r = first; r < last; ++r) {
       rows.with(r, /*again=*/false, [&](const auto* values) {
 #pragma GCC ivdep
         for (int64_t i = 0; i < count; ++i)
-          maximum[i] = widen(values[i]) > maximum[i] ? widen(values[i]) : maximum[i];
+          maximum_[i] = widen(values[i]) > maximum_[i] ? widen(values[i]) : maximum_[i];
       });
     }
+  }
+
+  C next_shift(int64_t i) const { return maximum_[i] > -kInfinity<C> ? maximum_[i] : C(0); }
+
+  void set_shift(int64_t count) {
+#pragma GCC ivdep
+    for (int64_t i = 0; i < count; ++i) shift[i] = next_shift(i);
+  }
+
+  /// Sets the shift to the maximum, and corrects the sums of the blocks before. They are 0 as long
+  /// as all numbers are -infinity. Then the shift may grow by any amount; the clamp keeps exp()
+  /// finite.
+  void move_shift(int64_t count, bool has_moment) {
     for (int64_t i = 0; i < count; ++i) {
-      const C next = maximum[i] > -kInfinity<C> ? maximum[i] : C(0);
-      if (first > 0) {
-        // The sum is 0 as long as all elements are -infinity. Then the shift may grow by any
-        // amount; the clamp keeps exp() finite.
-        const double step = static_cast<double>(shift[i]) - static_cast<double>(next);
-        sum[i] *= ExactMath::exp(step < 0 ? step : 0.0);
-      }
+      const C next = next_shift(i);
+      const double step = static_cast<double>(shift[i]) - static_cast<double>(next);
+      const double moved = step < 0 ? step : 0.0;
+      const double factor = ExactMath::exp(moved);
+      if (has_moment) moment[i] = factor * (moment[i] + bounded(moved) * sum[i]);
+      sum[i] *= factor;
       shift[i] = next;
     }
+  }
+
+  template <bool has_moment, class Rows, class PowersOf>
+  void add_block(Rows& rows, int64_t first, int64_t last, int64_t count,
+                 const PowersOf& powers_of) {
+    C block_sum[kColumns], block_moment[kColumns];
     std::fill_n(block_sum, count, C(0));
+    std::fill_n(block_moment, count, C(0));
     for (int64_t r = first; r < last; ++r) {
       rows.with(r, /*again=*/true, [&](const auto* values) {
-        C* powers = keeps ? rows.buffer_of(r) : results;
+        C* const powers = powers_of(r);
 #pragma GCC ivdep
         for (int64_t i = 0; i < count; ++i) {
-          powers[i] = ExactMath::exp_or_zero(widen(values[i]) - shift[i]);
+          const C exponent = widen(values[i]) - shift[i];
+          powers[i] = ExactMath::exp_or_zero(exponent);
           block_sum[i] += powers[i];
+          if constexpr (has_moment) block_moment[i] += powers[i] * bounded(exponent);
         }
       });
     }
-    for (int64_t i = 0; i < count; ++i)
-      sum[i] = static_cast<double>(block_sum[i]) + (first > 0 ? sum[i] : 0.0);
-  }
-  C finish[kColumns];
-  constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
-  for (int64_t i = 0; i < count; ++i) sum[i] = maximum[i] > -kInfinity<C> ? sum[i] : kNan;
-  if (p.log) {
-    for (int64_t i = 0; i < count; ++i) finish[i] = static_cast<C>(log_of<C>(sum[i]));
-  } else {
-    for (int64_t i = 0; i < count; ++i) finish[i] = C(1) / static_cast<C>(sum[i]);
-  }
-  for (int64_t r = 0; r < p.length; ++r) {
-    if (keeps) {
-      const C* powers = rows.buffer_of(r);
-      y.store(r, results, [&](int64_t i) { return powers[i] * finish[i]; });
-      continue;
+    const bool is_first = first == 0;
+    for (int64_t i = 0; i < count; ++i) {
+      sum[i] = static_cast<double>(block_sum[i]) + (is_first ? 0.0 : sum[i]);
+      if constexpr (has_moment)
+        moment[i] = static_cast<double>(block_moment[i]) + (is_first ? 0.0 : moment[i]);
     }
-    rows.with(r, /*again=*/true, [&](const auto* values) {
-      if (p.log) {
-        y.store(r, results, [&](int64_t i) { return (widen(values[i]) - shift[i]) - finish[i]; });
-      } else {
-        y.store(r, results, [&](int64_t i) {
-          return ExactMath::exp_or_zero(widen(values[i]) - shift[i]) * finish[i];
-        });
-      }
-    });
   }
-}
 
-template <class T>
-void softmax_backward_columns(const SoftmaxBackward& p, const Strip<const T>& grad,
-                              const Strip<const T>& y, const Strip<T>& grad_x, int64_t count) {
-  using C = Compute<T>;
-  const C scale = static_cast<C>(p.scale);
-  BufferedRows<T> grads(grad, p.length, count, C(1));
-  BufferedRows<T> outputs(y, p.length, count, C(1));
-  C block_sum[kColumns], total[kColumns], results[kColumns];
-  double sum[kColumns];
-  const auto with_both = [&](int64_t r, bool again, const auto& body) {
-    if constexpr (std::is_same_v<T, BFloat16>) {
-      if (grads.is_direct() && outputs.is_direct()) return body(grads.row(r), outputs.row(r));
-    }
-    const C* const g = grads.numbers(r, again);
-    const C* const out = outputs.numbers(r, again);
-    body(g, out);
-  };
-  std::fill_n(sum, count, 0.0);
-  for (int64_t first = 0; first < p.length; first += kColumnBlock) {
-    const int64_t last = std::min(first + kColumnBlock, p.length);
-    std::fill_n(block_sum, count, C(0));
-    for (int64_t r = first; r < last; ++r) {
-      with_both(r, /*again=*/false, [&](const auto* g, const auto* out) {
-        if (p.log) {
-#pragma GCC ivdep
-          for (int64_t i = 0; i < count; ++i) block_sum[i] += widen(g[i]);
-        } else {
-#pragma GCC ivdep
-          for (int64_t i = 0; i < count; ++i) block_sum[i] += widen(g[i]) * widen(out[i]);
-        }
-      });
-    }
-    for (int64_t i = 0; i < count; ++i) sum[i] += static_cast<double>(block_sum[i]);
-  }
-  for (int64_t i = 0; i < count; ++i) total[i] = static_cast<C>(sum[i]);
-  for (int64_t r = 0; r < p.length; ++r) {
-    with_both(r, /*again=*/true, [&](const auto* g, const auto* out) {
-      if (p.log) {
-        grad_x.store(r, results, [&](int64_t i) {
-          return (widen(g[i]) - ExactMath::exp_or_zero(widen(out[i])) * total[i]) * scale;
-        });
-      } else {
-        grad_x.store(r, results,
-                     [&](int64_t i) { return (widen(g[i]) - total[i]) * widen(out[i]) * scale; });
-      }
-    });
-  }
-}
+  C maximum_[kColumns];
+};
 
 }  // namespace torchkiln::cpu::TORCHKILN_ISA
